@@ -96,7 +96,7 @@ class Desk:
         self.style = style
         self.system = system
         model = texts.model
-        self._asker = PromptBuilder(model.tokenizer, texts.info.model_id)
+        self._prompt_builder = PromptBuilder(model.tokenizer, texts.info.model_id)
         self._wishes = (wish.text for wish in wishes(WISHES_SEED, held_out=False))
         is_embedded = style.answer.language == "captions"
         self.constraint = caption_constraint(model.tokenizer, model.end_ids) if is_embedded else None
@@ -106,7 +106,7 @@ class Desk:
         options = RewriteOptions(system=self.system if with_system else None)
         requests = [RewriteRequest(wish=wish, options=options) for wish in islice(self._wishes, count)]
         window = TextWindow(CLIP_TOKENS, len)
-        return [self._asker.prompt(request, self.style, window) for request in requests]
+        return [self._prompt_builder.prompt(request, self.style, window) for request in requests]
 
     def request(
         self, prompt: str, speculation: Speculation, *, max_tokens: int | None = None, deltas: bool = False

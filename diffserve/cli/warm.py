@@ -39,7 +39,7 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
         ConfigError: Compilation is not possible.
     """
     requested = [parse_size(size) for size in sizes]
-    from diffserve.engine.image.compiling import COMPILED, PLAIN, Outcome, compile_group, path_key, path_of
+    from diffserve.engine.image.compiling import COMPILED, PLAIN, PathChoice, compile_group, path_key, path_of
     from diffserve.engine.image.engine import Engine
 
     console = Console(highlight=False, soft_wrap=True)
@@ -81,8 +81,10 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
         num_slow += not is_faster
         key = path_key(engine.model, packages, settings.engine.compile)
         reason = f"packages by {packages.compiler_name}, made by diffserve warm"
-        outcome = Outcome(COMPILED, reason) if is_faster else Outcome(PLAIN, "measured as not faster by diffserve warm")
-        paths.append(path_of(key, group, outcome))
+        choice = (
+            PathChoice(COMPILED, reason) if is_faster else PathChoice(PLAIN, "measured as not faster by diffserve warm")
+        )
+        paths.append(path_of(key, group, choice))
         status_text = "used from now on" if is_faster else "not faster, so not used"
         console.print(f"{_name(group)}: {status_text} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, batch_sizes))

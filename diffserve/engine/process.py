@@ -177,7 +177,7 @@ class EngineProcess:
             if self._inbox.empty() and not is_studied and not quiet_in_s:
                 is_studied = not self._study(engine)
                 continue
-            waits_s = [engine.images.rest_s, None if is_studied else quiet_in_s]
+            waits_s = [engine.images.next_wakeup_s, None if is_studied else quiet_in_s]
             try:
                 command = self._inbox.get(
                     timeout=min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
@@ -280,13 +280,13 @@ def scale_of(engine: CombinedEngine) -> float:
 def trial(info: ModelInfo) -> GenerationRequest:
     """Return a request of one step at the model's native size, with a gray init image for inpainting models."""
     width_px, height_px = info.good_sizes[0]
-    grey = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
+    gray = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
     mask = Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
     return GenerationRequest(
         prompt="a trial picture",
         seed=0,
         diffusion=DiffusionParams(num_steps=1, strength=1.0),
-        init_image=grey if info.is_inpainting else None,
+        init_image=gray if info.is_inpainting else None,
         mask_image=mask if info.is_inpainting else None,
     )
 

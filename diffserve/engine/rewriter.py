@@ -65,7 +65,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self.window = window
         self._max_entropy = max_entropy
         self._load_style = cache(load_style)
-        self._asker = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
+        self._prompt_builder = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
         self.style = self._load_style(style)
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
@@ -138,7 +138,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     def _enter(self, request: RewriteRequest, *, is_followed: bool, window: TextWindow | None = None) -> str:
         window = window or self.window
         style = self.style if request.options.style is None else self._load_style(request.options.style)
-        questions = list(self._asker.questions(request, style, window))
+        questions = list(self._prompt_builder.questions(request, style, window))
         constraint = self._constraint_of(style)
         max_entropy = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
         first_of = {question.request.request_id: question.first_index for question in questions}

@@ -50,7 +50,7 @@ class QueuedRequest(Generic[R]):
     request: R
     since_s: float
     until_s: float
-    reading: Future[LoRASet] | None = None
+    lora_loading: Future[LoRASet] | None = None
 
 
 class RequestQueue(Generic[R]):
@@ -137,7 +137,7 @@ class StageQueue(RequestQueue[R], ABC):
         events: list[Any] = self._expire()
         now_s = self._clock()
         for queued in sorted(self._entries(), key=lambda each: (each.request.priority == "batch", each.since_s)):
-            if queued.reading is not None and not queued.reading.done():
+            if queued.lora_loading is not None and not queued.lora_loading.done():
                 continue
             try:
                 engine = self._images.request_engine(queued.request.model)
@@ -173,11 +173,11 @@ class EncodingStage(StageQueue[GenerationRequest]):
         engine = self._images.request_engine(queued.request.model)
         settings = None if engine is None else engine.admit(queued.request).settings
         if engine is not None and settings is not None and settings.loras:
-            queued.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
+            queued.lora_loading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
 
     def _do(self, engine: Engine, queued: QueuedRequest[GenerationRequest], started_s: float) -> TextsEncoded:
         request, settings = queued.request, engine.admit(queued.request).settings
-        loras = engine.runners.loras.take(settings.loras, queued.reading) if settings.loras else None
+        loras = engine.runners.loras.take(settings.loras, queued.lora_loading) if settings.loras else None
         encodings = encode(engine, request, settings, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
         return TextsEncoded(

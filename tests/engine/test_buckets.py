@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, followed, split
+from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, split, updated_estimate
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
@@ -77,9 +77,9 @@ def test_half_the_rows_take_twice_the_ticks_including_overhead() -> None:
     assert cap.of(measured) == 8, "within 5 % of the best"
     cap.overhead_s = 0.0015
     assert [cap.of(measured) for _ in range(40)] == [16] * 40
-    assert followed(None, 0.002) == 0.002
-    assert 0.002 < followed(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"
-    assert followed(0.002, 0.001) == 0.0015
+    assert updated_estimate(None, 0.002) == 0.002
+    assert 0.002 < updated_estimate(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"
+    assert updated_estimate(0.002, 0.001) == 0.0015
 
 
 def test_one_slow_reading_hardly_moves_the_estimate_and_fast_ones_do() -> None:

@@ -345,7 +345,7 @@ def test_a_controlled_tick_does_not_wait_for_the_device(
     for request in (controlled(*TWO, seed=1), controlled(*ONE, seed=2), controlled(seed=3)):
         engine.submit(request)
     for live in engine._inbox.values():
-        assert live.mapping is None or live.mapping.result()
+        assert live.control_loading is None or live.control_loading.result()
     engine.tick()
     with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
         engine.tick()

@@ -138,7 +138,7 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
             return True
 
         studio: Any = SimpleNamespace(has_work=False, study=study)
-        studio.images = SimpleNamespace(rest_s=None, retry_load=lambda name: None)
+        studio.images = SimpleNamespace(next_wakeup_s=None, retry_load=lambda name: None)
         loop._take_commands(studio)
     assert len(measured_s) == 1
     assert measured_s[0] >= 0.2

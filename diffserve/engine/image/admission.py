@@ -243,15 +243,15 @@ class ImageAdmission:
         table = self._table(params, num_steps, strength, restart=restart)
         return table, int(np.flatnonzero(table.step_of_row == step)[0])
 
-    def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
+    def _unknown_words(self, request: GenerationRequest, learned_words: Iterable[str]) -> tuple[str, ...]:
         """Warn of words in each of the two prompts that a model of a closed vocabulary was not trained on.
 
-        ``learnt`` are words that the request's adapters add.
+        ``learned_words`` are words that the request's adapters add.
         """
         world, model_id = self.info.world, self.info.model_id
         if world is None:
             return ()
-        world = world.learning(learnt)
+        world = world.learning(learned_words)
         prompts = {False: request.prompt, True: request.negative_prompt}
         unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
         return tuple(

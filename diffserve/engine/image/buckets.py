@@ -53,7 +53,7 @@ class CostCurve:
     def observe(self, num_rows: int, wall_s: float) -> None:
         """Record that a call of ``num_rows`` rows took ``wall_s``."""
         old = self._seconds.get(num_rows)
-        new = self._seconds[num_rows] = followed(old, wall_s)
+        new = self._seconds[num_rows] = updated_estimate(old, wall_s)
         if old is None or abs(new - old) > 0.02 * old:
             self._covers.clear()
 
@@ -91,9 +91,9 @@ class CostCurve:
         if self.is_exact:
             filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, max_rows)}
             self._passed_over.update(filled.difference(cover))
-            tired = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
-            if tired is not None:
-                cover = tuple(sorted((tired, *self.cover(num_rows - tired, max_rows)), reverse=True))
+            overdue = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
+            if overdue is not None:
+                cover = tuple(sorted((overdue, *self.cover(num_rows - overdue, max_rows)), reverse=True))
             for size in cover:
                 del self._passed_over[size]
         return split(num_rows, cover)
@@ -129,7 +129,7 @@ class CostCurve:
         return max(2, min(size for size in sizes if a_row_s[size] <= best))
 
 
-def followed(old_s: float | None, wall_s: float) -> float:
+def updated_estimate(old_s: float | None, wall_s: float) -> float:
     """Return the estimate of a duration, ``old_s`` before, after a measurement of ``wall_s``.
 
     A faster measurement moves the estimate by half the difference, as nothing is fast by accident. A slower one moves
@@ -161,7 +161,7 @@ class KneeCap:
     def __init__(self, most_rows: int, policy: str) -> None:
         self._most_rows = most_rows
         self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
-        self._num_asked = 0
+        self._num_ticks = 0
         self.overhead_s: float | None = None
 
     def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
@@ -169,8 +169,8 @@ class KneeCap:
         knee = curve.knee(self._most_rows, self._gain, self.overhead_s or 0.0)
         if not may_probe:
             return knee
-        self._num_asked += 1
-        return min(2 * knee, self._most_rows) if self._num_asked % PROBE_EVERY == 0 else knee
+        self._num_ticks += 1
+        return min(2 * knee, self._most_rows) if self._num_ticks % PROBE_EVERY == 0 else knee
 
 
 FIRST_PAUSE_S: Final = 30.0
@@ -202,10 +202,10 @@ class RowCaps:
         cap = self._caps.get(group)
         if cap is None:
             return self._room(group)
-        learnt = 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
-        return min(learnt, self._room(group))
+        num_rows = 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
+        return min(num_rows, self._room(group))
 
-    def ran_out(self, group: GroupKey, num_rows: int) -> None:
+    def record_out_of_memory(self, group: GroupKey, num_rows: int) -> None:
         """Record that a call of ``num_rows`` ran out of memory."""
         pause_s = FIRST_PAUSE_S
         cap = self._caps.pop(group, None)
@@ -215,7 +215,7 @@ class RowCaps:
         if len(self._caps) > GROUPS_KEPT:
             self._caps.popitem(last=False)
 
-    def ran(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
+    def record_call(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
         """Record that a call of ``num_rows`` rows succeeded; the limit ends if that is ``most_rows``."""
         cap = self._caps.get(group)
         if cap is None or num_rows <= cap.num_rows:

@@ -81,7 +81,7 @@ class CachedLatents(NamedTuple):
         return 2 * self.embedding.nbytes + self.latents.nbytes
 
 
-class Similar(NamedTuple):
+class SimilarLatents(NamedTuple):
     """The nearest cached latents (C, h, w) and their similarity to the query."""
 
     similarity: float
@@ -243,26 +243,26 @@ class SharedImages:
             return task, None
         if not task.followers:
             return task, None
-        heir, *other_followers = self.take_followers(task)
+        successor, *other_followers = self.take_followers(task)
         if task.slot is None:
-            heir.stage, heir.key = Stage.WAITING, task.key
+            successor.stage, successor.key = Stage.WAITING, task.key
             task.key = None
-            leader, leaver, queued = heir, task, heir
+            leader, leaving, queued = successor, task, successor
         else:
-            task.live.tasks[task.image_index], heir.live.tasks[heir.image_index] = heir, task
-            task.live, heir.live = heir.live, task.live
-            task.image_index, heir.image_index = heir.image_index, task.image_index
-            leader, leaver, queued = task, heir, None
+            task.live.tasks[task.image_index], successor.live.tasks[successor.image_index] = successor, task
+            task.live, successor.live = successor.live, task.live
+            task.image_index, successor.image_index = successor.image_index, task.image_index
+            leader, leaving, queued = task, successor, None
         assert leader.key is not None
         self._leaders[leader.key] = leader
         leader.followers = other_followers
         for follower in other_followers:
             follower.leader = leader
-        return leaver, queued
+        return leaving, queued
 
 
 class LatentCache(BytesCache[tuple[bytes, bytes], CachedLatents]):
-    """Latents by ``kin``, which is everything except the prompt that must be equal, and by prompt.
+    """Latents by ``base_key``, which is everything except the prompt that must be equal, and by prompt.
 
     Texts are stored as digests. The first image of a prompt stays until it is evicted.
     """
@@ -271,9 +271,9 @@ class LatentCache(BytesCache[tuple[bytes, bytes], CachedLatents]):
         super().__init__(max_bytes)
         self._embeddings: dict[bytes, _Embeddings] = {}
 
-    def put_latents(self, kin: Hashable, prompt: str, entry: CachedLatents) -> None:
+    def put_latents(self, base_key: Hashable, prompt: str, entry: CachedLatents) -> None:
         """Cache the latents of ``prompt``, unless they are larger than the cache."""
-        self.put((_digest(kin), _digest(prompt)), entry)
+        self.put((_digest(base_key), _digest(prompt)), entry)
 
     def put(self, key: tuple[bytes, bytes], entry: CachedLatents) -> bool:
         """Add ``entry`` and its embedding; return whether it was added."""
@@ -284,27 +284,27 @@ class LatentCache(BytesCache[tuple[bytes, bytes], CachedLatents]):
 
     def popitem(self) -> tuple[tuple[bytes, bytes], CachedLatents]:
         """Evict the least recently used latents and their embedding."""
-        (kin, prompt), dropped = super().popitem()
-        self._embeddings[kin].drop(prompt)
-        if not len(self._embeddings[kin]):
-            del self._embeddings[kin]
-        return (kin, prompt), dropped
+        (base_key, prompt), dropped = super().popitem()
+        self._embeddings[base_key].drop(prompt)
+        if not len(self._embeddings[base_key]):
+            del self._embeddings[base_key]
+        return (base_key, prompt), dropped
 
-    def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
-        """Return the most similar latents of ``kin``, the oldest of equal ones, or ``None`` below ``threshold``."""
-        name, similar = _digest(kin), None
+    def nearest(self, base_key: Hashable, embedding: Embedding, threshold: float) -> SimilarLatents | None:
+        """Return the most similar latents of ``base_key``, the oldest of equal ones; ``None`` below ``threshold``."""
+        name, similar = _digest(base_key), None
         if name in self._embeddings:
             prompt, cosine = self._embeddings[name].nearest(embedding)
             similarity = min(1.0, round(cosine, DIGITS))
             if prompt is not None and similarity >= threshold:
-                similar = Similar(similarity, self[name, prompt].latents)
+                similar = SimilarLatents(similarity, self[name, prompt].latents)
         self.num_hits += similar is not None
         self.num_misses += similar is None
         return similar
 
 
 class _Embeddings:
-    """Matrix (places, D) of unit-length embeddings of one kin, oldest first.
+    """Matrix (places, D) of unit-length embeddings of one base_key, oldest first.
 
     Removed embeddings become zero rows, which match nothing, until the matrix is full or mostly empty.
     """

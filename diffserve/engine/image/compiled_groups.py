@@ -246,17 +246,17 @@ def prove(
     least_s: dict[int, tuple[float, float]] = {}
 
     def pair(size: int) -> Generator[None, None, None]:
-        wanted_s = network(range(size), counts[0]).wall_s
+        plain_s = network(range(size), counts[0]).wall_s
         yield
-        got_s = compiled(range(size), counts[0]).wall_s
+        wall_s = compiled(range(size), counts[0]).wall_s
         yield
-        curve.observe(size, wanted_s)
-        ratios[size].append(got_s / wanted_s)
-        network_s, compiled_s = least_s.get(size, (wanted_s, got_s))
+        curve.observe(size, plain_s)
+        ratios[size].append(wall_s / plain_s)
+        network_s, compiled_s = least_s.get(size, (plain_s, wall_s))
         for _ in range(REPEATS if len(sizes) > 1 else 0):  # warm, as between two steps
             compiled_s = min(compiled_s, compiled(range(size), counts[0]).wall_s)
             yield
-        least_s[size] = min(network_s, wanted_s), compiled_s
+        least_s[size] = min(network_s, plain_s), compiled_s
 
     for size in (*sizes,) * PAIRS:
         yield from pair(size)
@@ -271,9 +271,9 @@ def prove(
 
     for size in () if is_clear() else (*sizes,) * (MOST_PAIRS - PAIRS):
         yield from pair(size)
-    quieter = median(curve.seconds(size) / network_s for size, (network_s, _) in least_s.items())
-    taken_s = {size: quieter * ours_s for size, (_, ours_s) in least_s.items()}
-    return replace(facts, seconds=taken_s, is_complete=is_clear())
+    scale = median(curve.seconds(size) / network_s for size, (network_s, _) in least_s.items())
+    seconds = {size: scale * compiled_s for size, (_, compiled_s) in least_s.items()}
+    return replace(facts, seconds=seconds, is_complete=is_clear())
 
 
 def _saved(facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> float:

@@ -243,7 +243,7 @@ on_build: list[Callable[[float], None]] = []
 """Called before a build with the most seconds that it may take: an engine process tells its server."""
 
 
-class Outcome(NamedTuple):
+class PathChoice(NamedTuple):
     """A path and the reason for it."""
 
     path: Literal["plain", "compiled"]
@@ -274,16 +274,16 @@ def path_key(model: DiffusionModel, packages: Packages, setting: str) -> str:
     return hashlib.sha256(f"{model.digest} {packages.identity} {setting}".encode()).hexdigest()[:16]
 
 
-def path_of(key: str, group: GroupKey, outcome: Outcome) -> UNetPath:
-    """Return ``outcome`` as the path of the calls of ``group``."""
+def path_of(key: str, group: GroupKey, choice: PathChoice) -> UNetPath:
+    """Return ``choice`` as the path of the calls of ``group``."""
     return UNetPath(
         key=key,
         height_px=group.height_px,
         width_px=group.width_px,
         num_tokens=group.num_tokens,
         lora_rank=group.lora_rank,
-        path=outcome.path,
-        reason=outcome.reason,
+        path=choice.path,
+        reason=choice.reason,
     )
 
 
@@ -317,44 +317,44 @@ class PathChooser:
         self._of(native, builds=True)
 
     def _of(self, group: GroupKey, *, builds: bool = False) -> UNetPath:
-        calls = path_of(self._key, group, Outcome(PLAIN, "")).calls
+        calls = path_of(self._key, group, PathChoice(PLAIN, "")).calls
         if calls not in self._paths:
             stored = self._stored.get(calls)
             if stored is not None and stored.path == PLAIN:
                 self._paths[calls] = stored
                 return stored
             has_builder = stored is not None or self._packages.is_by_openvino
-            outcome = self._open(group, builds=builds and self._may_build and has_builder)
-            if stored is not None and outcome.path == PLAIN:
-                logger.error("calls of %s are stored as compiled, but %s", _shape(group), outcome.reason)
-            self._paths[calls] = path_of(self._key, group, outcome)
+            choice = self._open(group, builds=builds and self._may_build and has_builder)
+            if stored is not None and choice.path == PLAIN:
+                logger.error("calls of %s are stored as compiled, but %s", _shape(group), choice.reason)
+            self._paths[calls] = path_of(self._key, group, choice)
         return self._paths[calls]
 
-    def _open(self, group: GroupKey, *, builds: bool) -> Outcome:
+    def _open(self, group: GroupKey, *, builds: bool) -> PathChoice:
         """Take the packages of ``group`` into use, built first where they are missing and ``builds`` is true."""
         if self._packages.reason:
-            return Outcome(PLAIN, self._packages.reason)
+            return PathChoice(PLAIN, self._packages.reason)
         compiled = group._replace(is_compiled=True)
         sizes_to_compile, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
         if self._config.served_paths is None and self._calls.take_unopened(compiled):
-            return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
+            return PathChoice(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
         sizes = self._calls.load_packages(compiled)
         if builds and len(sizes) < len(sizes_to_compile):
             origin = "built at start"
             failure = self._build(group, sizes_to_compile)
             sizes = self._calls.load_packages(compiled)
             if len(sizes) < len(sizes_to_compile):
-                return Outcome(PLAIN, failure or "a package that was just built cannot be loaded")
+                return PathChoice(PLAIN, failure or "a package that was just built cannot be loaded")
         if not sizes:
-            return Outcome(PLAIN, f"it has no packages; diffserve warm --size {_shape(group)} makes them")
+            return PathChoice(PLAIN, f"it has no packages; diffserve warm --size {_shape(group)} makes them")
         try:
             facts = self._calls.checked(compiled, sizes)
         except ArithmeticError as error:
-            return Outcome(PLAIN, str(error))
+            return PathChoice(PLAIN, str(error))
         if facts.is_alone:
-            return Outcome(PLAIN, "bytes of a row depend on its place in a compiled call")
+            return PathChoice(PLAIN, "bytes of a row depend on its place in a compiled call")
         self._calls.take(compiled, facts)
-        return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
+        return PathChoice(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
 
     def _build(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Build packages in a child process; return the error message, or an empty string."""

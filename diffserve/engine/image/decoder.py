@@ -14,7 +14,7 @@ from torch import Tensor
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.caches import CachedLatents, LatentCache
-from diffserve.engine.image.preparer import kin_of
+from diffserve.engine.image.preparer import latent_key_of
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import ImageTask, StepPreview, TickOutcome
 from diffserve.engine.image.unet_calls import UNetCaller
@@ -168,7 +168,7 @@ class ImageDecoder:
                 outcome.latents[task] = latents
             if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
                 self.cache.put_latents(
-                    kin_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
+                    latent_key_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
                 )
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
@@ -208,7 +208,7 @@ class ImageDecoder:
             return self._caller.with_room(lambda: self._start(latents))
         except torch.OutOfMemoryError as error:
             without_frames(error)
-        self._caller.ease()
+        self._caller.free_caches()
         if len(latents) > 1:
             raise torch.OutOfMemoryError("no memory to decode pictures together")
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")

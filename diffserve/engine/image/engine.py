@@ -303,9 +303,9 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         with self._lock:
             live = self._inbox.get(request_id)
             if live is not None and live.settings.loras:
-                live.reading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
+                live.lora_loading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
             if live is not None and live.settings.controlnets:
-                live.mapping = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
+                live.control_loading = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
         return request_id
 
     def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
@@ -314,7 +314,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
 
     def _is_ready(self, live: LiveRequest) -> bool:
         """Return whether adapters and ControlNets are read; errors of reading are raised in preparation."""
-        if all(job is None or job.done() for job in (live.reading, live.mapping)):
+        if all(job is None or job.done() for job in (live.lora_loading, live.control_loading)):
             return True
         return self.clock() - live.submitted_s >= (live.request.deadline_s or math.inf)
 

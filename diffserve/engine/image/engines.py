@@ -138,7 +138,7 @@ class ImageEngines:
         return any(entry.waiting or entry.is_requested for entry in self._entries.values())
 
     @property
-    def rest_s(self) -> float | None:
+    def next_wakeup_s(self) -> float | None:
         """Seconds until there may be work without a new request; ``None`` if there will be none."""
         return LOAD_POLL_S if self._loading.is_running else self._loading.unload_in_s
 

@@ -298,16 +298,16 @@ class ImageRunner:
         outcome.task_of_row = {(task.live.request_id, task.image_index): task for task in plan.rows}
         groups = sorted({task.group_now for task in plan.rows})
         pending = [tuple(task for task in plan.rows if task.group_now == group) for group in groups]
-        has_eased = False
+        has_freed_caches = False
         while pending:
             tasks = pending.pop(0)
             try:
                 self._advance_together(tasks, plan, outcome)
             except torch.OutOfMemoryError as error:
                 without_frames(error)
-                if not has_eased:
-                    has_eased = True
-                    self.caller.ease()
+                if not has_freed_caches:
+                    has_freed_caches = True
+                    self.caller.free_caches()
                     pending.insert(0, tasks)
                 elif len(tasks) > 1:
                     middle = len(tasks) // 2

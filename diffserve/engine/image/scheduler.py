@@ -320,10 +320,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _detach(self, task: ImageTask) -> ImageTask:
         """Detach ``task`` from the images that follow it, and return the task to release in its place."""
-        leaver, queued = self._shared.detach(task)
+        leaving, queued = self._shared.detach(task)
         if queued is not None:
             self._queue.add(queued, self._key(queued))
-        return leaver
+        return leaving
 
     def _leave(self, task: ImageTask) -> list[Event]:
         self._release(task)
@@ -341,7 +341,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _forget(self, live: LiveRequest) -> None:
         """Remove a request that is over."""
-        live.reading = live.mapping = None
+        live.lora_loading = live.control_loading = None
         if self.live.pop(live.request_id, None) is not None:
             self._share.leave(live)
 

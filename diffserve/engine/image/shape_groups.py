@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.api.types import UNetPath
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, followed, split
+from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, split, updated_estimate
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check, is_deterministic, is_worth, prove
 from diffserve.engine.image.compiling import PathChooser
 from diffserve.engine.image.room import Room
@@ -151,16 +151,16 @@ class Groups:
             group = next(iter(self._unmeasured), None)
         if group is None or group not in self._unmeasured:
             return False
-        going = self._unmeasured[group]
-        if going is None:
-            going = self._unmeasured[group] = self._begin(group)
+        measurement = self._unmeasured[group]
+        if measurement is None:
+            measurement = self._unmeasured[group] = self._begin(group)
         if group.control and not self._has(group.control):  # measured when it comes again
             del self._unmeasured[group]
             self._facts_by_group.pop(group, None)
             return True
         try:
             with nullcontext() if has_arrived is None else interrupted_by(has_arrived):
-                next(going)
+                next(measurement)
         except StopIteration as end:
             self._settle(group, end.value)
         except InterruptedCallError:
@@ -243,7 +243,7 @@ class Groups:
     def record_overhead(self, seconds: float) -> None:
         """Record the seconds that a tick takes outside its UNet calls; only on a CPU, where calls are synchronous."""
         if self.on_cpu:
-            self._knee_cap.overhead_s = followed(self._knee_cap.overhead_s, max(seconds, 0.0))
+            self._knee_cap.overhead_s = updated_estimate(self._knee_cap.overhead_s, max(seconds, 0.0))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Return the estimated seconds of ``num_rows`` rows of ``group``, without measuring anything.

@@ -137,8 +137,8 @@ class LiveRequest(Live):
         due_s: When it should be done, as a reading of the engine's clock.
         seconds_left: Forecast at submission; ``None`` if no pace was known.
         queue_position: Position in the queue that was last sent to the client, at ``position_sent_s``.
-        reading: Loading of its adapters, which holds them until the request is over.
-        mapping: Loading of its ControlNets and control images, likewise.
+        lora_loading: Loading of its adapters, which holds them until the request is over.
+        control_loading: Loading of its ControlNets and control images, likewise.
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
     """
@@ -154,8 +154,8 @@ class LiveRequest(Live):
     seconds_left: float | None = None
     queue_position: int = 0
     position_sent_s: float = -math.inf
-    reading: Future[Any] | None = None
-    mapping: Future[Any] | None = None
+    lora_loading: Future[Any] | None = None
+    control_loading: Future[Any] | None = None
     line: tuple[str, Priority] = field(init=False)
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
