@@ -39,7 +39,7 @@ from diffserve.settings.config import EngineConfig
 
 LOWEST_PRIORITY: Final = 19
 GROUPS_KEPT: Final = 16
-"""That wait to be compiled; the oldest are forgotten first, and come again when they are painted again."""
+"""Maximum number of groups that wait to be compiled; the oldest are dropped, and queued again when next used."""
 
 logger = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ class CallFacts(NamedTuple):
 class Groups:
     """A :class:`CostCurve` for each group: read from disk, or cautious until it is measured, a UNet call at a time.
 
-    A group that is new is painted at once: row by row where bytes are promised, else a few rows together. ``control``
+    Images of a new group are generated at once: row by row in deterministic mode, else a few rows together. ``control``
     gives a ControlNet by its digest, or raises KeyError.
     """
 
