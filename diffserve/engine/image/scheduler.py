@@ -205,11 +205,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             elif task.stage is Stage.DENOISING:
                 task.is_interrupted = True
                 self._shared.stop_sharing(task)
-        if not live.is_over:
-            return []
-        self._forget(live)
-        best = [] if live.request.best_of is None else [*select_best(live)]
-        return [*best, self._outputs.terminal(live)] if live.num_painted else [Cancelled(request_id=request_id)]
+        events = self._end(live)
+        return events if live.num_painted or not events else [Cancelled(request_id=request_id)]
 
     def position_events(self, now_s: float) -> list[Event]:
         """Return events for requests whose position in the queue has changed or was sent long ago."""
@@ -327,7 +324,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _leave(self, task: ImageTask) -> list[Event]:
         self._release(task)
-        live = task.live
+        return self._end(task.live)
+
+    def _end(self, live: LiveRequest) -> list[Event]:
+        """Remove ``live`` and return its last events, if it is over."""
         if not live.is_over:
             return []
         self._forget(live)
