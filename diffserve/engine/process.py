@@ -1,10 +1,8 @@
 """The engine in a process of its own: ``python -m diffserve.engine.process --fd N``.
 
-One thread reads commands from the socket it was born with, so that a ping is answered in the middle of a tick and the
-death of the parent ends the process at once. The main thread ticks, takes what has arrived between two ticks, and
-sleeps while there is nothing to do; before that it proves that no page is lost.
-
-A device that computes nothing any more ends the process with a reason: in a new one it may.
+A thread reads commands from the inherited socket, so that pings are answered during a tick and the process ends when
+its parent does. The main thread ticks, runs commands between two ticks, and checks that no page is lost when it becomes
+idle. A process whose device is lost ends with a reason, since a new process may be able to use the device.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class EngineProcess:
-    """An engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
+    """An engine behind a socket; ``run`` blocks until the other side closes it."""
 
     def __init__(self, end: ipc.EngineEnd) -> None:
         self._end = end

@@ -1,7 +1,6 @@
-"""Rewriter: wishes in, prompts out, by the texts of a TextEngine. It has no thread and never waits.
+"""Rewriter: turns wishes into prompts with a TextEngine, without a thread of its own.
 
-One wish is one or two text requests: the likeliest prompt, and those drawn at random, which share its beginning in the
-page pool. ::
+A wish is one or two text requests: the likeliest prompt, and prompts drawn at random that share pages with it. ::
 
     submit(RewriteRequest) --> submit(TextRequest) x 1..2      tick() --> feed(events) --> RewriteEvents, other events
 """
@@ -36,16 +35,21 @@ from diffserve.runtime.decoding import TokenConstraint
 
 
 class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
-    """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``.
+    """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``. Thread-safe.
 
-    style        the name of the style used where a request names none
-    max_entropy  mean nats a token above which the model counts as unsure; None: as the style says
-    follows      whether a prompt for an image model of another family is written in the style that it reads best
+    A server calls ``submit`` and ``cancel``, and passes the events of every tick to ``feed``. ``rewrite``, ``answer``
+    and ``stream`` tick in the calling thread.
 
-    A server calls ``submit`` and ``cancel``, and hands every tick's events to ``feed``. ``rewrite``, ``answer`` and
-    ``stream`` tick in the calling thread. Safe to call from any thread.
+    Args:
+        texts: The text engine.
+        style: The style of requests that name none.
+        window: The text window of the image model.
+        max_entropy: Mean nats per token above which the model counts as unsure; ``None``: as the style says.
+        follows: Whether prompts for image models of another family are written in the style that suits them best.
 
-    Raises ConfigError when the model has no chat template, InvalidRequest for a style that is not there.
+    Raises:
+        ConfigError: The model has no chat template.
+        InvalidRequest: The style is unknown.
     """
 
     terminal = REWRITE_TERMINAL
@@ -73,7 +77,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self._other_events: list[TextEvent] = []
 
     def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
-        """``options`` for an image model of ``family``, where they name no style."""
+        """Return ``options`` with the style of ``family`` where they name no style."""
         if options.style is not None or not self._follows:
             return options
         return msgspec.structs.replace(options, style=style_for_family(family))
@@ -118,7 +122,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return [history[-1] for history in self._answer(requests) if isinstance(history[-1], RewriteFinished)]
 
     def stream(self, request: RewriteRequest) -> Iterator[RewriteEvent]:
-        """Rewrite and watch: the events up to the terminal one. Closing the iterator cancels the rewrite."""
+        """Yield the events of a rewrite up to the terminal one; closing the iterator cancels it."""
         return self._watch(request)
 
     # Jobs ---------------------------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return request.request_id
 
     def _leave(self, job: RewriteJob, unsubmitted: Sequence[Question] = ()) -> None:
-        """Drop ``job``: its texts are canceled and their later events ignored."""
+        """Drop ``job``; its texts are cancelled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
             for question in unsubmitted:

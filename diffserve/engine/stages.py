@@ -37,8 +37,8 @@ HOLLOW: Final = {
     "denoise": frozenset({"text"}),
     "decode": frozenset({"text", "unet"}),
 }
-"""Parts of the model that a process of each stage does without. Who denoises keeps the VAE: it reads the pictures that
-others begin from, with the picture's own draws."""
+"""Parts of the model that a process of each stage does not load. The denoising stage keeps the VAE, which encodes init
+images with the draws of the image's own seed."""
 
 R = TypeVar("R", GenerationRequest, DecodeRequest, EmbeddingRequest)
 

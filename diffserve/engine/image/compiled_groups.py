@@ -148,7 +148,7 @@ class CompiledGroups:
 
     def doubt(self, group: GroupKey, now_s: float) -> None:
         """Record that it is unclear whether ``group`` is faster."""
-        logger.info("beside other work it was not clear whether compiled calls are faster, so it is looked at again")
+        logger.info("other load hid whether compiled calls are faster, so they are measured again later")
         self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:

@@ -70,7 +70,7 @@ CHECK_LIMIT_DEVICE = 1e15
 """Parameters times latent cells above which the check would take many seconds: there one row fills the machine."""
 
 PAIR_LIMIT_CPU = 2e12
-"""Up to so many it does not fill a CPU, and whether the two rows of a guided picture may share a call is looked at."""
+"""Up to this value one row does not fill a CPU, so calls of the two rows of a guided image are checked."""
 
 logger = logging.getLogger(__name__)
 

@@ -76,10 +76,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return task.stage is Stage.RUNNING or task.live.turn <= self._turns.of(newcomer)[1]
 
     def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
-        """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages.
-
-        admits  see ``TickBudget``
-        """
+        """Choose at most ``max_tokens`` tokens for this tick, all with pages; ``admits`` is as in ``TickBudget``."""
         self.num_ticks += 1
         pieces: dict[TextTask, list[ScheduledTokens]] = {}
         wants_prefill = bool(self.waiting) or any(not task.is_decoding for task in self.running)
