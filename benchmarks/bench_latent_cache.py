@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import RESULTS, head, write
 from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.engine import Engine
-from diffserve.engine.image.latent_cache import LatentCache
+from diffserve.engine.image.caches import LatentCache
 from diffserve.settings.config import EngineConfig
 from diffserve.training.eval.captions import TEACHER
 from diffserve.world.captions import caption, held_out
@@ -81,7 +81,8 @@ def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_se
 def filled(engine: Engine, relatives: LatentCache) -> Engine:
     """Return a new engine on the same model with the content of ``relatives``."""
     fresh = Engine(engine.model, engine.config)
-    relatives.copy_to(fresh.runners.kept)
+    for key, entry in relatives.items():
+        fresh.runners.latent_cache.put(key, entry)
     return fresh
 
 
@@ -118,7 +119,9 @@ def main(
     document["thresholds"] = {}
     for threshold in map(float, thresholds.split(",")):
         how = with_fields(TEACHER, similarity_threshold=threshold)
-        results = paint(filled(engine, engine.runners.kept), [case.prompt for case in selected_cases], how, FIRST_SEED)
+        results = paint(
+            filled(engine, engine.runners.latent_cache), [case.prompt for case in selected_cases], how, FIRST_SEED
+        )
         verdicts = [
             check(result.pixels, case.scene).exact for result, case in zip(results, selected_cases, strict=True)
         ]

@@ -147,8 +147,8 @@ def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
 def pin(engine: Engine, group: GroupKey, size: int) -> None:
     """Force calls of ``group`` to ``size`` rows where batch invariance allows, regardless of measured costs."""
     groups = engine.runners.groups
-    if size in groups.known(group).curve.buckets:
-        groups._known[group] = groups.known(group)._replace(curve=CostCurve((size,)))
+    if size in groups.facts_of(group).curve.buckets:
+        groups._facts_by_group[group] = groups.facts_of(group)._replace(curve=CostCurve((size,)))
 
 
 def learn_sizes(engine: Engine, groups: dict[str, GroupKey], rows: int) -> dict[str, tuple[int, ...]]:

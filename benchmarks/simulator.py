@@ -83,7 +83,7 @@ class SimulatedCalls:
             for num_rows, wall_s in seconds.items():
                 curve.observe(num_rows, wall_s)
         self._knee_cap = KneeCap(max(max(rows) for rows in costs.calls.values()), config.policy)
-        self._knee_cap.beside_s = costs.tick_s
+        self._knee_cap.overhead_s = costs.tick_s
         self._fixed = config.max_rows
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 

@@ -62,7 +62,7 @@ class Peers:
 
     def _rows_laid(self, most_rows: int) -> int:
         """Return the rows of calls of up to ``most_rows`` rows after padding to measured cheap sizes."""
-        curves = [self.engine.runners.groups.known(group).curve for group in (self.group, self.compiled_group)]
+        curves = [self.engine.runners.groups.facts_of(group).curve for group in (self.group, self.compiled_group)]
         padded = max(sum(curve.cover(rows)) for curve in curves for rows in range(1, most_rows + 1))
         return most_rows + padded  # a size that was long passed over is called before the others
 
@@ -102,7 +102,7 @@ class Peers:
         inputs = self.inputs(range(len(self._inputs["timesteps"])))
         contexts = conditioner.of_embeddings(inputs.pop("contexts"))
         parts = []
-        for start, stop, bucket in groups.known(group).curve.calls(num_rows):
+        for start, stop, bucket in groups.facts_of(group).curve.calls(num_rows):
             index = torch.arange(start, start + bucket, device=self.model.device)
             row_contexts = (
                 contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
@@ -124,7 +124,7 @@ class Peers:
         if name not in OURS:
             return [num_rows]
         group = self.group if name == "ours" else self.compiled_group
-        return [bucket for *_, bucket in self.engine.runners.groups.known(group).curve.calls(num_rows)]
+        return [bucket for *_, bucket in self.engine.runners.groups.facts_of(group).curve.calls(num_rows)]
 
     def flat(self) -> tuple[FlatUNet, UNetArguments]:
         """Return the float32 network with tensors for arguments, for export, and the arguments of a call."""

@@ -20,11 +20,9 @@ from schedulers.errors import (
     UnsupportedOption,
 )
 from schedulers.grids import SIGMA_SCHEDULES, SPACINGS
-from schedulers.names import resolve_sampler
-from schedulers.noise import NoiseSchedule
+from schedulers.noise import PREDICTION_TYPES, NoiseSchedule, Preconditioning
 from schedulers.options import TableOptions
-from schedulers.preconditioning import PREDICTION_TYPES, Preconditioning
-from schedulers.samplers import SAMPLERS, Sampler
+from schedulers.samplers import SAMPLERS, Sampler, resolve_sampler
 from schedulers.table import COLUMNS, HISTORY, NUM_COLUMNS, StepTable
 
 __all__ = [

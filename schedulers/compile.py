@@ -10,10 +10,8 @@ import numpy as np
 
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
 from schedulers.grids import DISTILLATION_STEPS, RAMPS, Grid, make_grid
-from schedulers.names import resolve_sampler
-from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
-from schedulers.preconditioning import Preconditioning
-from schedulers.samplers import SAMPLERS, Sampler
+from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule, Preconditioning
+from schedulers.samplers import SAMPLERS, Sampler, resolve_sampler
 from schedulers.table import HISTORY, FloatArray, StepTable
 
 EXACT_ZERO_SNR_FLOOR = 2.0**-80
@@ -233,7 +231,7 @@ def table_on_grid(
     columns: dict[str, FloatArray] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
     columns["b"] = np.array([row.b + (0.0,) * (HISTORY + 1 - len(row.b)) for row in rows])
     c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
-    columns["timestep"] = preconditioning.told(columns["sigma"], columns["timestep"])
+    columns["timestep"] = preconditioning.time_input(columns["sigma"], columns["timestep"])
     first, sigma_end = float(columns["sigma"][0]), float(grid.sigmas[-1])
     starts_at_first_sigma = not sampler.variance_preserving and spacing in ("linspace", "trailing")
     return StepTable(

@@ -1,4 +1,4 @@
-"""Noise schedules of trained networks: the fraction of signal that remains at each training timestep."""
+"""Noise schedules of trained networks, and the scaling of network input and output by prediction type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from schedulers.errors import BadNoiseSchedule, UnsupportedOption
 from schedulers.formulations import check_formulation, edm_range, is_continuous, is_edm
 from schedulers.grids import RAMPS
-from schedulers.preconditioning import EDM, Preconditioning
 from schedulers.table import FloatArray
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
@@ -81,7 +80,7 @@ class NoiseSchedule:
         alphas_cumprod: Signal fractions (T,), float64, strictly descending from near 1 to near 0. The last one may be 0
             (zero terminal SNR); :func:`schedulers.compile_table` clamps it. For a continuous schedule without training
             timesteps the values are 1 / (1 + sigma^2) of T sigmas that cover its range.
-        prediction_type: Quantity that the network predicts, see :class:`~schedulers.preconditioning.Preconditioning`.
+        prediction_type: Quantity that the network predicts, see :class:`Preconditioning`.
         sigma_data: Standard deviation of the training data, see there.
         is_continuous: Whether the network takes ln(sigma) / 4 as input instead of a timestep.
         ramp: Default sigma schedule of a range of sigmas; ``None`` for a schedule with timesteps.
@@ -199,3 +198,59 @@ class NoiseSchedule:
         """Return the noise levels (T,) with ``floor`` in place of an ``alphas_cumprod`` of exactly 0."""
         clamped = np.where(self.alphas_cumprod == 0.0, floor, self.alphas_cumprod)
         return np.asarray(np.sqrt((1.0 - clamped) / clamped), dtype=np.float64)
+
+
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+"""Prediction types of networks with discrete timesteps."""
+
+EDM = "edm"
+"""Prediction type of EDM networks: F in Karras et al. 2022, the negative velocity in units of ``sigma_data``."""
+
+
+@dataclass(frozen=True)
+class Preconditioning:
+    """Scaling of the network input and output for one prediction type.
+
+    Attributes:
+        prediction_type: "epsilon", "sample", "v_prediction" or "edm".
+        sigma_data: Standard deviation of the training data. Values other than 1 are for "v_prediction" and "edm" only.
+        is_continuous: Whether the network takes ln(sigma) / 4 as input instead of a training timestep.
+
+    Raises:
+        UnsupportedOption: If the prediction type is unknown, or ``sigma_data`` is not valid for it.
+    """
+
+    prediction_type: str = "epsilon"
+    sigma_data: float = 1.0
+    is_continuous: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prediction_type not in (*PREDICTION_TYPES, EDM):
+            raise UnsupportedOption(
+                f"prediction_type is {self.prediction_type!r}; known are {', '.join(PREDICTION_TYPES)}."
+            )
+        scaled = self.prediction_type in ("v_prediction", EDM)
+        if not (np.isfinite(self.sigma_data) and self.sigma_data > 0.0 and (scaled or self.sigma_data == 1.0)):
+            raise UnsupportedOption(
+                f"sigma_data is {self.sigma_data} with {self.prediction_type}; it must be positive, "
+                "and 1 for types other than v_prediction and edm."
+            )
+
+    def factors(self, sigma: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the factors c_in, c_skip and c_out, each (R,), at noise levels ``sigma`` (R,)."""
+        c_in = 1.0 / np.hypot(self.sigma_data, sigma)
+        if self.prediction_type == "epsilon":
+            return c_in, np.ones_like(sigma), -sigma
+        if self.prediction_type == "sample":
+            return c_in, np.zeros_like(sigma), np.ones_like(sigma)
+        slope = self.sigma_data * sigma * c_in
+        return c_in, (self.sigma_data * c_in) ** 2, slope if self.prediction_type == EDM else -slope
+
+    def time_input(self, sigma: FloatArray, timestep: FloatArray) -> FloatArray:
+        """Return the time input of the network: ``timestep``, or ln(sigma) / 4 for a continuous schedule.
+
+        Args:
+            sigma: Noise levels (R,).
+            timestep: Training timesteps (R,) of these noise levels.
+        """
+        return np.asarray(0.25 * np.log(sigma)) if self.is_continuous else timestep

@@ -15,9 +15,8 @@ from schedulers.compile import compile_table
 from schedulers.errors import UnsupportedOption
 from schedulers.formulations import EDM_CLASSES, check_formulation
 from schedulers.grids import DISTILLATION_STEPS
-from schedulers.names import resolve_sampler
 from schedulers.noise import NoiseSchedule
-from schedulers.samplers import SAMPLERS
+from schedulers.samplers import SAMPLERS, resolve_sampler
 from schedulers.table import StepTable
 
 _DPMPP = ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde")

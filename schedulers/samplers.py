@@ -1,14 +1,15 @@
-"""Registry of samplers: names, descriptions, properties and the functions that write their rows."""
+"""Registry of samplers, and the resolution of sampler names in other spellings."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from schedulers import adams, singlestep, unipc
-from schedulers.grids import Grid
-from schedulers.multistep import dpmpp_2m_rows, dpmpp_3m_sde_rows
+from schedulers import multistep, singlestep
+from schedulers.errors import UnknownSampler
+from schedulers.grids import SIGMA_SCHEDULES, Grid
 from schedulers.table import Row
 
 RowWriter = Callable[[Grid, float], list[Row]]
@@ -93,31 +94,31 @@ _ALL = (
     ),
     Sampler(
         "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
-        _DPM, "dpm", "sigma", partial(dpmpp_2m_rows, k=1.0), order=2,
+        _DPM, "dpm", "sigma", partial(multistep.dpmpp_2m_rows, k=1.0), order=2,
     ),
     Sampler(
         "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
-        _DPM, "dpm", "sigma", partial(dpmpp_2m_rows, k=2.0), order=2, stochastic=True,
+        _DPM, "dpm", "sigma", partial(multistep.dpmpp_2m_rows, k=2.0), order=2, stochastic=True,
     ),
     Sampler(
         "dpmpp_3m_sde", "DPM++ 3M SDE", "third order by k-diffusion's formula, not diffusers'; wants 30 steps or more",
-        _DPM, "dpm", "sigma", dpmpp_3m_sde_rows, order=2, stochastic=True,
+        _DPM, "dpm", "sigma", multistep.dpmpp_3m_sde_rows, order=2, stochastic=True,
     ),
     Sampler(
         "lms", "LMS", "fourth order from remembered slopes; good at many steps",
-        "LMSDiscreteScheduler", "k", "zero", adams.lms_rows, order=4,
+        "LMSDiscreteScheduler", "k", "zero", multistep.lms_rows, order=4,
     ),
     Sampler(
         "plms", "PLMS", "the first fast sampler of Stable Diffusion; one evaluation more than steps",
-        "PNDMScheduler", "ddim", "alpha", adams.plms_rows, order=2,
+        "PNDMScheduler", "ddim", "alpha", multistep.plms_rows, order=2,
     ),
     Sampler(
         "deis", "DEIS", "second order, exact for slopes straight in log sigma; strong at few steps",
-        "DEISMultistepScheduler", "dpm", "sigma_min", adams.deis_rows, order=2,
+        "DEISMultistepScheduler", "dpm", "sigma_min", multistep.deis_rows, order=2,
     ),
     Sampler(
         "unipc", "UniPC", "predicts, then corrects with the same evaluations; strong at 5 to 15 steps",
-        "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=3,
+        "UniPCMultistepScheduler", "dpm", "sigma", multistep.unipc_rows, order=3,
     ),
     Sampler(
         "lcm", "LCM", "made for latent consistency models: 1 to 8 steps",
@@ -135,3 +136,98 @@ _ALL = (
 
 SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in _ALL}
 """Every sampler by canonical name."""
+
+
+_ALIASES = {
+    "ancestral": "euler_a",
+    "ddpm_fixed_large": "ddpm_large",
+    "ddpm_fixed_small": "ddpm",
+    "deis_multistep": "deis",
+    "dpm_multistep": "dpmpp_2m",
+    "dpm_solver_multistep": "dpmpp_2m",
+    "dpmsolver_multistep": "dpmpp_2m",
+    "dpmsolvermultistep": "dpmpp_2m",
+    "deismultistep": "deis",
+    "euler_ancestral": "euler_a",
+    "euler_ancestral_discrete": "euler_a",
+    "eulerancestraldiscrete": "euler_a",
+    "euler_discrete": "euler",
+    "eulerdiscrete": "euler",
+    "heun_discrete": "heun",
+    "heundiscrete": "heun",
+    "lms_discrete": "lms",
+    "lmsdiscrete": "lms",
+    "pndm": "plms",
+    "predictor_corrector": "pc",
+    "scoresdeve": "pc",
+    "uni_pc": "unipc",
+    "uni_pc_bh2": "unipc",
+    "unipc_bh2": "unipc",
+    "unipcmultistep": "unipc",
+}
+"""Canonical sampler name by normalized alias."""
+
+_CLOSEST_SUPPORTED = {
+    "ddim_cfgpp": "ddim",
+    "dpm2": "heun",
+    "dpm2_a": "euler_a",
+    "dpm_adaptive": "dpmpp_2m",
+    "dpm_fast": "dpmpp_2m",
+    "dpmpp_2m_sde_heun": "dpmpp_2m_sde",
+    "dpmpp_2s_a": "dpmpp_2m_sde",
+    "dpmpp_sde": "dpmpp_2m_sde",
+    "ipndm": "deis",
+    "restart": "heun",
+}
+"""Supported sampler of a similar kind and order, by the name of an A1111 or ComfyUI sampler that is not supported."""
+
+_SUFFIXES = tuple(sorted(SIGMA_SCHEDULES, key=len, reverse=True))
+
+
+def _normalize(name: str) -> str:
+    """Return the name in lower case, with "pp" for "++" and one underscore for other non-alphanumeric characters."""
+    lowered = name.strip().lower().replace("++", "pp")
+    return "_".join("".join(c if c.isalnum() else " " for c in lowered).split())
+
+
+_LABELS = {_normalize(sampler.label): sampler.name for sampler in SAMPLERS.values()}
+
+
+def _look_up(key: str) -> str | None:
+    for prefix in ("", "k_", "sample_"):
+        for suffix in ("", "_gpu", "scheduler", "_scheduler"):
+            if key.startswith(prefix) and key.endswith(suffix):
+                bare = key[len(prefix) : len(key) - len(suffix)]
+                if bare in SAMPLERS:
+                    return bare
+                if bare in _ALIASES:
+                    return _ALIASES[bare]
+    return _LABELS.get(key)
+
+
+def resolve_sampler(name: str) -> tuple[str, str | None]:
+    """Resolve a sampler name in any common spelling: "DPM++ 2M Karras", "k_euler_a", "DDIMScheduler".
+
+    Returns:
+        The canonical name, and the sigma schedule in the name or ``None``.
+
+    Raises:
+        UnknownSampler: If the name is unknown; the message lists the known names and the closest one.
+    """
+    key = _normalize(name)
+    for suffix in ("", *_SUFFIXES):
+        bare = key.removesuffix(f"_{suffix}") if suffix else key
+        sampler = _look_up(bare)
+        if sampler and (not suffix or bare != key):
+            return sampler, suffix or None
+    bare = next((key.removesuffix(f"_{suffix}") for suffix in _SUFFIXES if key.endswith(f"_{suffix}")), key)
+    known_names = [*SAMPLERS, *_ALIASES, *_LABELS]
+    matches = difflib.get_close_matches(key, known_names, n=1, cutoff=0.5)
+    suggestion = _look_up(matches[0]) if matches else None
+    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
+    if substitute := _CLOSEST_SUPPORTED.get(bare.removeprefix("k_")):
+        hint = f" The nearest here is {substitute!r}."
+    raise UnknownSampler(
+        f"sampler is {name!r}, which is not known.{hint} Known are {', '.join(SAMPLERS)}, "
+        f"each optionally followed by a sigma schedule ({', '.join(SIGMA_SCHEDULES)})."
+    )

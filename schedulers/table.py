@@ -169,11 +169,6 @@ class StepTable:
         after_b = [self.n, self.hx, self.hd, self.sigma, self.sigma_next]
         return np.column_stack([*before_b, self.b, *after_b])
 
-    @property
-    def ends_step(self) -> NDArray[np.bool_]:
-        """Whether (R,) the row completes its step, so that progress can be reported after it."""
-        return np.append(self.step_of_row[1:] != self.step_of_row[:-1], True)
-
 
 def check_fixed_point(table: StepTable) -> None:
     """Check that a noise-free image does not change if the network predicts it exactly.

@@ -82,10 +82,7 @@ ONLY_IN = {
     "marshal": (),
 }
 WITHOUT_TORCH = (
-    *(
-        f"diffserve.engine.image.{name}"
-        for name in ("admission", "buckets", "outputs", "policy", "queues", "scheduler", "task")
-    ),
+    *(f"diffserve.engine.image.{name}" for name in ("admission", "buckets", "outputs", "policy", "scheduler", "task")),
     "diffserve.engine.records",
     "diffserve.engine.time_share",
 )

@@ -132,7 +132,7 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
 def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str]]:
     """Yield how ``diffserve serve`` would run UNet calls, and why."""
     from diffserve.engine.image.compiled_groups import compiles_in_background
-    from diffserve.engine.image.unet_paths import path_key
+    from diffserve.engine.image.compiling import path_key
     from diffserve.runtime.unet.compiled import Packages
 
     config = settings.engine

@@ -151,7 +151,7 @@ def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> tupl
     Raises:
         DiffserveError: The rewrite failed.
     """
-    from diffserve.engine.delivery import raise_if_failed
+    from diffserve.engine.base_engine import raise_if_failed
 
     streamed = ""
     events: list[RewriteEvent] = []

@@ -39,9 +39,8 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
         ConfigError: Compilation is not possible.
     """
     requested = [parse_size(size) for size in sizes]
-    from diffserve.engine.image.compiling import compile_group
+    from diffserve.engine.image.compiling import COMPILED, PLAIN, PathChoice, compile_group, path_key, path_of
     from diffserve.engine.image.engine import Engine
-    from diffserve.engine.image.unet_paths import COMPILED, PLAIN, Outcome, path_key, path_of
 
     console = Console(highlight=False, soft_wrap=True)
     profile = settings.model
@@ -82,8 +81,10 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
         num_slow += not is_faster
         key = path_key(engine.model, packages, settings.engine.compile)
         reason = f"packages by {packages.compiler_name}, made by diffserve warm"
-        outcome = Outcome(COMPILED, reason) if is_faster else Outcome(PLAIN, "measured as not faster by diffserve warm")
-        paths.append(path_of(key, group, outcome))
+        choice = (
+            PathChoice(COMPILED, reason) if is_faster else PathChoice(PLAIN, "measured as not faster by diffserve warm")
+        )
+        paths.append(path_of(key, group, choice))
         status_text = "used from now on" if is_faster else "not faster, so not used"
         console.print(f"{_name(group)}: {status_text} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, batch_sizes))
@@ -109,8 +110,7 @@ def _compile_in_children(
     Raises:
         ConfigError: A child process fails or crashes.
     """
-    from diffserve.engine.image.compiling import CompileError, compile_in_child
-    from diffserve.engine.image.unet_paths import BUILD_TIMEOUT_S
+    from diffserve.engine.image.compiling import BUILD_TIMEOUT_S, CompileError, compile_in_child
 
     for num_rows in sizes:
         try:
@@ -154,12 +154,12 @@ def _prove(groups: Groups, group: GroupKey) -> bool:
 
 def _table(groups: Groups, group: GroupKey, sizes: Sequence[int]) -> Table:
     table = Table("rows", "network, ms a row", "compiled, ms a row", "ratio", box=None)
-    network = groups.known(group).curve
+    network = groups.facts_of(group).curve
     compiled = group._replace(is_compiled=True)
     best = compiled if groups.compiled.is_proven(compiled) else group
     for size in sizes:
         before = network.total_s(size) / size
-        after = groups.known(best).curve.total_s(size) / size if best != group else float("nan")
+        after = groups.facts_of(best).curve.total_s(size) / size if best != group else float("nan")
         table.add_row(str(size), f"{1e3 * before:.1f}", f"{1e3 * after:.1f}", f"{before / after:.2f}")
     return table
 

@@ -1,22 +1,54 @@
-"""Base class of the image and text engines: request intake and the tick loop (cancel, expire, plan, run, apply)."""
+r"""Base classes of engines: delivery of events, request intake, and the tick loop (cancel, expire, plan, run, apply).
+
+::
+
+    submit --> (subclass) --> deliver --> mailbox of a followed request -----------> stream, generate
+                                 \--> outbox ----------------------------------> tick
+"""
 
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 import torch
 
-from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
-from diffserve.api.types import Cancelled
-from diffserve.engine.delivery import RequestEvent, TickLoop
+from diffserve.api.errors import (
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    DiffserveError,
+    InsufficientMemory,
+    InvalidRequest,
+    ModelLoadError,
+    NumericalError,
+    QueueFull,
+)
+from diffserve.api.types import Cancelled, Failed
 from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
 from diffserve.runtime.device_health import raise_if_sticky
 
 logger = logging.getLogger(__name__)
+
+ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "deadline_unreachable": DeadlineUnreachable,
+    "numerical_error": NumericalError,
+    "model_load_error": ModelLoadError,
+    "insufficient_memory": InsufficientMemory,
+}
+
+
+class RequestEvent(Protocol):
+    """Protocol of an event that belongs to one request."""
+
+    @property
+    def request_id(self) -> str:
+        """Return the id of the request."""
+
 
 Order = TypeVar("Order")
 L = TypeVar("L", bound=Live)
@@ -24,6 +56,128 @@ E = TypeVar("E", bound=RequestEvent)
 
 TRACE_TICKS: Final = 256
 """Number of latest ticks that an engine remembers for inspection; benchmarks ask for more."""
+
+
+class TickLoop(ABC, Generic[Order, E]):
+    """Base class of engines: accepts requests, runs ticks and delivers each event exactly once.
+
+    Thread-safe; nothing runs until a caller ticks. A server calls ``submit``, ``cancel`` and, in a loop, ``tick``;
+    ``generate`` and ``stream`` tick in the calling thread. An event goes to the mailbox of its request's follower,
+    otherwise it is returned by the next ``tick``.
+
+    ``terminal``: types of the events that end a request.
+    """
+
+    terminal: ClassVar[tuple[type, ...]]
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards the mailboxes and shared fields of subclasses
+        self._outbox: deque[E] = deque()
+        self._mailboxes: dict[str, deque[E]] = {}  # by followed request
+        self._ticking = threading.Lock()  # one tick at a time
+
+    def submit(self, order: Order) -> str:
+        """Queue ``order`` and return the id of its request.
+
+        Raises: InvalidRequest or QueueFull; nothing stays queued then.
+        """
+        return self._enter(order, is_followed=False)
+
+    @abstractmethod
+    def _enter(self, order: Order, *, is_followed: bool) -> str:
+        """Accept ``order`` and return its request id; create a mailbox if ``is_followed``."""
+
+    @abstractmethod
+    def _tick_once(self) -> None:
+        """Run one iteration and post its events; the tick lock is held."""
+
+    @abstractmethod
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request and free its resources before the next step; return False if it is not live."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a tick would do or deliver something."""
+
+    def tick(self) -> list[E]:
+        """Run one iteration and return what happened; cheap when there is nothing to do."""
+        self._advance()
+        return self._take_mail()
+
+    def events(self) -> Iterator[E]:
+        """Tick while there is work and yield the events."""
+        while self.has_work:
+            yield from self.tick()
+
+    def _deliver(self, events: Iterable[E]) -> None:
+        """Put events into the mailbox of their request, or into the outbox if it has no follower."""
+        with self._lock:
+            for event in events:
+                self._mailboxes.get(event.request_id, self._outbox).append(event)
+
+    def _take_mail(self) -> list[E]:
+        """Return and clear the events of requests without a follower."""
+        with self._lock:
+            events = list(self._outbox)
+            self._outbox.clear()
+            return events
+
+    def _answer(self, orders: Iterable[Order]) -> list[list[E]]:
+        """Submit all orders, wait, and return the events of each; raise the error of the first one that failed.
+
+        Excess orders wait for room in the queue.
+        """
+        entered: list[str] = []
+        try:
+            for order in orders:
+                entered.append(self._enter_in_turn(order))
+            histories = [list(self._follow(request_id)) for request_id in entered]
+        finally:
+            self._abandon(entered)
+        for history in histories:
+            raise_if_failed(history[-1])
+        return histories
+
+    def _watch(self, order: Order) -> Generator[E]:
+        """Submit ``order`` and yield its events; closing the iterator cancels the request."""
+        request_id = self._enter(order, is_followed=True)
+        try:
+            yield from self._follow(request_id)
+        finally:
+            self._abandon([request_id])
+
+    def _enter_in_turn(self, order: Order) -> str:
+        while True:
+            try:
+                return self._enter(order, is_followed=True)
+            except QueueFull:
+                self._advance()
+
+    def _follow(self, request_id: str) -> Iterator[E]:
+        """Yield the events of one request, running ticks while its mailbox is empty."""
+        mailbox = self._mailboxes[request_id]
+        while True:
+            if not mailbox:
+                with self._ticking:
+                    if not mailbox:  # another thread's tick may have brought news meanwhile
+                        self._tick_once()
+                        continue
+            event = mailbox.popleft()
+            yield event
+            if isinstance(event, self.terminal):
+                return
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        """Cancel the requests that are still live and drop their mailboxes."""
+        for request_id in request_ids:
+            if self.cancel(request_id):
+                self._advance()
+            self._mailboxes.pop(request_id, None)
+
+    def _advance(self) -> None:
+        with self._ticking:
+            self._tick_once()
 
 
 class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
@@ -49,7 +203,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         self._cancelled: dict[str, None] = {}
 
     @abstractmethod
-    def _admit(self, order: Order) -> L:
+    def admit(self, order: Order) -> L:
         """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
 
     @abstractmethod
@@ -99,7 +253,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
         """Raise the errors of submitting ``order``, without queuing it."""
-        live = self._admit(order)
+        live = self.admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
             self._check_deadline(live)
@@ -139,7 +293,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _enter(self, order: Order, *, is_followed: bool) -> str:
-        live = self._admit(order)
+        live = self.admit(order)
         request_id = live.request_id
         with self._lock:
             num_ahead = self._refuse_if_full(request_id)
@@ -152,7 +306,6 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
         """Return the number of waiting requests; raise if one more does not fit. The lock is held."""
-        self._refuse_if_draining()
         running = dict(self.scheduler.live)
         if request_id in running or request_id in self._inbox:
             raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
@@ -207,3 +360,12 @@ def failure_of(error: Exception, doing: str) -> FailureReason:
     if not isinstance(error, torch.OutOfMemoryError):
         logger.error("%s failed", doing, exc_info=error)
     return FailureReason(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")
+
+
+def raise_if_failed(event: RequestEvent) -> None:
+    """Raise the error of a ``Failed`` or ``Cancelled`` event."""
+    if isinstance(event, Cancelled):
+        raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
+    if isinstance(event, Failed):
+        blamed = InvalidRequest if event.param is not None else DiffserveError
+        raise ERROR_OF_CODE.get(event.code, blamed)(event.message, param=event.param, code=event.code)

@@ -30,13 +30,13 @@ from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
-from diffserve.engine.delivery import TickLoop, raise_if_failed
+from diffserve.engine.base_engine import TickLoop
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.records import FailureReason
 from diffserve.engine.rewrite_queue import RewriteQueue
-from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
+from diffserve.engine.stages import DecodingStage, EncodingStage, RequestQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
 from diffserve.runtime.device_health import raise_if_sticky
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOLD_OF_TENANTS = TenantPages.__struct_fields__[1:]  # but its name
+TENANT_FIELDS = TenantPages.__struct_fields__[1:]  # but its name
 
 
 class Side(enum.Enum):
@@ -87,9 +87,17 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         stage, max_waiting = self.images.config.stage, self.images.config.max_waiting
         self._encoding = EncodingStage(self.images, max_waiting, clock) if stage == "encode" else None
         self._decoding = DecodingStage(self.images, max_waiting, clock) if stage == "decode" else None
-        self._pending = RewriteQueue(self._encoding or self.images, rewriter, clock)
+        self._pending = RewriteQueue(self._encoding or self.images, self.images, rewriter, clock)
         self._embedder = Embedder(self.images, clock)
-        self._turns = [self._embed, self._continue_texts, self._encode, self._decode]  # the latest comes last
+        stages = (self._embedder, self._encoding, self._decoding)
+        self._stages: list[RequestQueue[Any]] = [stage for stage in stages if stage is not None]
+        turns: list[tuple[TextEngine | RequestQueue[Any] | None, Callable[[], None]]] = [
+            (self._embedder, self._embed),
+            (texts, self._continue_texts),
+            (self._encoding, self._encode),
+            (self._decoding, self._decode),
+        ]
+        self._turns = [(queue, turn) for queue, turn in turns if queue is not None]  # the latest comes last
         self._live: dict[str, Side] = {}  # guarded by the lock of the mail
 
     @classmethod
@@ -171,8 +179,9 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         with self._entering(request.request_id, side, is_followed=is_followed):
             match request:
                 case EncodeRequest(generation=generation):
-                    encoding = self._encoding_stage()
-                    (encoding if generation.rewriting is None else self._pending).submit(generation)
+                    if self._encoding is None:
+                        raise _not_here("encode texts")
+                    (self._encoding if generation.rewriting is None else self._pending).submit(generation)
                 case DecodeRequest():
                     if self._decoding is None:
                         raise _not_here("decode latents")
@@ -199,11 +208,6 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         self._post(self._pending.release())
         return request.request_id
 
-    def _encoding_stage(self) -> EncodingStage:
-        if self._encoding is None:
-            raise _not_here("encode texts")
-        return self._encoding
-
     def _writer(self) -> TextEngine:
         if self.texts is None:
             raise InvalidRequest(
@@ -215,12 +219,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         """Cancel a request and free its resources; return False if it is not live."""
         if request_id not in self._live:
             return False
-        if self._pending.cancel(request_id):
-            self._post([Cancelled(request_id=request_id)])
-            return True
-        if any(
-            queue.cancel(request_id) for queue in (self._embedder, self._encoding, self._decoding) if queue is not None
-        ):
+        if self._pending.cancel(request_id) or any(queue.cancel(request_id) for queue in self._stages):
             self._post([Cancelled(request_id=request_id)])
             return True
         if self._live.get(request_id) is Side.IMAGES:
@@ -247,9 +246,9 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             case "all":
                 self.images.first.generate(request)
             case "encode":
-                raise_if_failed(self._answer([EncodeRequest(generation=request)])[0][-1])
+                self._answer([EncodeRequest(generation=request)])
             case "decode":
-                raise_if_failed(self._answer([trial_latents(self.images.first)])[0][-1])
+                self._answer([trial_latents(self.images.first)])
             case _:  # the calls of the UNet were tried while they were measured
                 pass
 
@@ -273,8 +272,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
 
     @property
     def _wants_texts(self) -> bool:
-        queues = (self.texts, self._embedder, self._encoding, self._decoding)
-        return any(queue is not None and queue.has_work for queue in queues)
+        return any(queue.has_work for queue, _ in self._turns)
 
     def _tick_once(self) -> None:
         """One call of the language model or one step of the images.
@@ -293,25 +291,18 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
 
     def _write(self) -> None:
         """Run one call of the language model, a text encoder or a VAE, whichever is next."""
-        of_turn = {
-            self._continue_texts: self.texts,
-            self._embed: self._embedder,
-            self._encode: self._encoding,
-            self._decode: self._decoding,
-        }
-        ready_turns = [turn for turn in self._turns if (queue := of_turn[turn]) is not None and queue.has_work]
-        if ready_turns:
-            self._turns.remove(ready_turns[0])
-            self._turns.append(ready_turns[0])
-            ready_turns[0]()
+        for place, (queue, turn) in enumerate(self._turns):
+            if queue.has_work:
+                self._turns.append(self._turns.pop(place))
+                turn()
+                return
 
     def _embed(self) -> None:
         """Run one call of a text encoder."""
         is_shared, started_s = self._wants_images, self._clock()
-        events, has_moved = self._embedder.tick()
-        self._post(events)
+        self._post(self._embedder.tick())
         if is_shared:
-            self.share.wrote(self._clock() - started_s, has_moved=has_moved)
+            self.share.record_text_call(self._clock() - started_s, has_moved=self._embedder.has_moved)
 
     def _encode(self) -> None:
         """Encode the texts of one image."""
@@ -332,8 +323,8 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         is_shared = self._wants_images
         budget = TickBudget()
         if is_shared:
-            lets_in = self.share.lets_in and not self.images.waits_for_pages
-            budget = TickBudget(time_s=self.share.call_s, admits=lets_in)
+            admits = self.share.admits_texts and not self.images.waits_for_pages
+            budget = TickBudget(time_s=self.share.call_s, admits=admits)
         started_s = self._clock()
         events: list[TextEvent] = self.texts.tick(budget)
         if self.rewriter is not None:
@@ -341,7 +332,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             self._post([event for event in rewritten if not self._pending.handle(event)])
         self._post(events)
         if is_shared:
-            self.share.wrote(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
+            self.share.record_text_call(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
 
     def _paint(self) -> None:
         """Run one step of the images."""
@@ -350,7 +341,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         self._post([self._pending.with_rewrite(event) for event in self.images.tick()])
         tick = self.images.last_tick
         has_moved = tick is not None and bool(tick.num_rows or tick.num_decoded)
-        self.share.painted(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
+        self.share.record_image_step(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
 
     def _guarded(self, side: Side, turn: Callable[[], None]) -> None:
         """Run one turn; if it raises, fail the requests of its side."""
@@ -369,10 +360,8 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         if side is Side.TEXTS:
             if self.texts is not None:
                 self.texts.fail_all(failure)
-            queues: list[Embedder | StageQueue[Any] | None] = [self._embedder, self._encoding, self._decoding]
-            for queue in queues:
-                if queue is not None:
-                    queue.fail_all()
+            for queue in self._stages:
+                queue.fail_all()
             self._pending.give_up_rewriting()
         else:
             failed_ids = self.images.fail_active(
@@ -388,7 +377,6 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
     def _entering(self, request_id: str, side: Side, *, is_followed: bool) -> Iterator[None]:
         """Register ``request_id`` as live, and remove it if the body raises."""
         with self._lock:
-            self._refuse_if_draining()
             if request_id in self._live:
                 raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
             self._live[request_id] = side
@@ -427,7 +415,7 @@ def page_stats(stats: PoolStats) -> PageStats:
         free_pages=stats.free_pages,
         tenants=tuple(
             TenantPages(
-                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TOLD_OF_TENANTS}
+                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TENANT_FIELDS}
             )
             for kind, tenants in sorted(of_kind.items())
         ),

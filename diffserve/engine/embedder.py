@@ -8,11 +8,9 @@ each other. Interactive requests come before batch work, except in every ``EQUAL
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Final, NamedTuple
 
 import torch
@@ -20,11 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.api.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
-from diffserve.api.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
-from diffserve.engine.base_engine import failure_of
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
-from diffserve.engine.records import FailureReason
+from diffserve.engine.stages import QueuedRequest, RequestQueue
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.text.paged_encoder import MOST_WINDOWS
@@ -42,11 +39,9 @@ class EmbeddedWindow(NamedTuple):
 
 
 @dataclass(eq=False)
-class LiveEmbedding:
+class QueuedEmbedding(QueuedRequest[EmbeddingRequest]):
     """Embedding request in progress; ``sums`` holds per input the token-weighted sum of window vectors."""
 
-    request: EmbeddingRequest
-    until_s: float
     next_input: int = 0
     pieces: deque[EmbeddedWindow] = field(default_factory=deque)
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -72,68 +67,50 @@ class LiveEmbedding:
         return not self.pieces and self.next_input == self.request.num_inputs
 
 
-class Embedder:
-    """Queue of embedding requests; ``submit`` and ``cancel`` are thread-safe, ``tick`` runs in the engine thread."""
+class Embedder(RequestQueue[EmbeddingRequest]):
+    """Queue of embedding requests; ``tick`` runs in the engine thread.
+
+    Attributes:
+        has_moved: Whether the latest tick made progress.
+    """
+
+    doing = "embedding these texts"
+    goal = "the texts were embedded"
+    entry = QueuedEmbedding
 
     def __init__(self, images: ImageEngines, clock: Callable[[], float]) -> None:
-        self._images = images
-        self._clock = clock
-        self._lock = RLock()
-        self._live: dict[str, LiveEmbedding] = {}
+        super().__init__(images, MAX_WAITING, clock)
+        self.has_moved = False
         self._most_windows = MOST_WINDOWS
         self._num_calls = 0
 
-    @property
-    def has_work(self) -> bool:
-        """Return whether a tick would make progress; False while all required models load."""
-        now_s = self._clock()
-        with self._lock:
-            waiting = list(self._live.values())
-        return any(live.until_s <= now_s or not self._images.is_loading(live.request.model) for live in waiting)
-
-    def submit(self, request: EmbeddingRequest) -> None:
-        """Queue ``request`` and request its model; raise ModelNotFound, QueueFull or a loading error."""
-        self._images.want(request.model)
-        with self._lock:
-            if len(self._live) >= MAX_WAITING:
-                raise QueueFull(f"{len(self._live)} requests for embeddings are waiting; try again later.")
-            until_s = self._clock() + (request.deadline_s or math.inf)
-            self._live[request.request_id] = LiveEmbedding(request, until_s)
-
-    def cancel(self, request_id: str) -> bool:
-        """Remove a request; return False if it is unknown."""
-        with self._lock:
-            return self._live.pop(request_id, None) is not None
-
-    def fail_all(self) -> None:
-        """Remove all requests; the caller has reported their failure."""
-        with self._lock:
-            self._live.clear()
-
-    def tick(self) -> tuple[list[EmbeddingEvent], bool]:
-        """Encode windows of one model; return the events and whether there was progress."""
+    def tick(self) -> list[EmbeddingEvent]:
+        """Encode windows of one model and return the events."""
         events = self._expire()
-        with self._lock:
-            waiting = list(self._live.values())
+        waiting = self._entries()
         is_equal = self._num_calls % EQUAL_TURN == EQUAL_TURN - 1
         if not is_equal:
             waiting.sort(key=_is_batch)
+        is_served = False
         for live in waiting:
             try:
-                engine = self._images.want(live.request.model)
+                engine = self._images.request_engine(live.request.model)
             except DiffserveError as error:
                 events += self._fail([live], error)
                 continue
             if engine is not None:
                 same_model = [candidate for candidate in waiting if candidate.request.model == live.request.model]
                 self._num_calls += 1
-                return self._serve(engine, same_model, events, is_equal=is_equal)
-        return events, bool(events)
+                is_served = self._serve(engine, same_model, events, is_equal=is_equal)
+                break
+        self.has_moved = is_served or bool(events)
+        return events
 
     def _serve(
-        self, engine: Engine, live: list[LiveEmbedding], events: list[EmbeddingEvent], *, is_equal: bool
-    ) -> tuple[list[EmbeddingEvent], bool]:
-        batch: list[tuple[LiveEmbedding, EmbeddedWindow]] = []
+        self, engine: Engine, live: list[QueuedEmbedding], events: list[EmbeddingEvent], *, is_equal: bool
+    ) -> bool:
+        """Embed the next windows of ``live`` and extend ``events``; return whether a call was made."""
+        batch: list[tuple[QueuedEmbedding, EmbeddedWindow]] = []
         conditioner = engine.runners.conditioner
         for owner in self._turns(live, is_equal=is_equal):
             try:
@@ -153,18 +130,20 @@ class Embedder:
             for owner, piece in reversed(batch):
                 owner.pieces.appendleft(piece)
             self._most_windows = max(1, self._most_windows // 2)
-            return events, bool(events)
+            return False
         except Exception as error:
-            return [*events, *self._fail(list(dict.fromkeys(owner for owner, _ in batch)), error)], True
+            events += self._fail(list(dict.fromkeys(owner for owner, _ in batch)), error)
+            return True
         self._most_windows = min(MOST_WINDOWS, 2 * self._most_windows)
         for (owner, piece), vector in zip(batch, vectors, strict=True):
             share = max(1, piece.num_tokens) * F.normalize(vector.float(), dim=0).cpu()
             owner.sums[piece.place] = share if piece.place not in owner.sums else owner.sums[piece.place] + share
         self._turn(owner for owner, _ in batch)
-        return [*events, *self._finish(engine, live)], True
+        events += self._finish(engine, live)
+        return True
 
     @staticmethod
-    def _turns(live: list[LiveEmbedding], *, is_equal: bool) -> Iterator[LiveEmbedding]:
+    def _turns(live: list[QueuedEmbedding], *, is_equal: bool) -> Iterator[QueuedEmbedding]:
         """Yield requests round-robin while they have windows; batch work is last unless ``is_equal``."""
         before = [owner for owner in live if is_equal or not _is_batch(owner)]
         for each in (before, [owner for owner in live if owner not in before]):
@@ -175,14 +154,14 @@ class Embedder:
                 if not owner.is_done and owner in live:
                     left.append(owner)
 
-    def _turn(self, served: Iterable[LiveEmbedding]) -> None:
+    def _turn(self, served: Iterable[QueuedEmbedding]) -> None:
         """Move served requests to the end of the queue."""
         with self._lock:
             for owner in served:
-                if self._live.pop(owner.request.request_id, None) is not None:
-                    self._live[owner.request.request_id] = owner
+                if self._waiting.pop(owner.request.request_id, None) is not None:
+                    self._waiting[owner.request.request_id] = owner
 
-    def _finish(self, engine: Engine, live: list[LiveEmbedding]) -> list[EmbeddingEvent]:
+    def _finish(self, engine: Engine, live: list[QueuedEmbedding]) -> list[EmbeddingEvent]:
         done = [owner for owner in live if owner.is_done and self.cancel(owner.request.request_id)]
         events: list[EmbeddingEvent] = []
         for owner in done:
@@ -198,18 +177,6 @@ class Embedder:
             )
         return events
 
-    def _expire(self) -> list[EmbeddingEvent]:
-        now_s = self._clock()
-        with self._lock:
-            late = [live for live in self._live.values() if live.until_s <= now_s]
-        message = "the deadline passed before the texts were embedded."
-        return self._fail(late, DeadlineExceeded(message, param="deadline_s"))
 
-    def _fail(self, failed: list[LiveEmbedding], error: Exception) -> list[EmbeddingEvent]:
-        reason: FailureReason = failure_of(error, "embedding these texts")
-        gone = [live.request.request_id for live in failed if self.cancel(live.request.request_id)]
-        return [reason.of(request_id) for request_id in gone]
-
-
-def _is_batch(live: LiveEmbedding) -> bool:
+def _is_batch(live: QueuedEmbedding) -> bool:
     return live.request.priority == "batch"

@@ -20,7 +20,7 @@ from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.model_loading import Loader, ModelEntry, Survey
-from diffserve.engine.image.room import said_bytes
+from diffserve.engine.image.room import format_bytes
 from diffserve.engine.image.runner import LEAST_ROWS
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.stages import HOLLOW
@@ -109,7 +109,7 @@ def load_for(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> D
 
 
 def make_loader(config: EngineConfig, cache: DiskCache) -> Loader:
-    """How further models come into memory, as the first did."""
+    """Return the loader of further models, which are read as the first one."""
 
     def load(profile: ModelProfile, loaded: Sequence[DiffusionModel]) -> DiffusionModel:
         model = load_for(profile, config, cache)
@@ -142,7 +142,7 @@ def survey_or_problem(
         logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
         load_error = ModelLoadError(error.message.replace(profile.path, profile.model_id))
         return ModelEntry(profile, error=load_error, failed_s=clock())
-    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, said_bytes(model_survey.needs_bytes))
+    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, format_bytes(model_survey.needs_bytes))
     return ModelEntry(profile, survey=model_survey, info=model_survey.info)
 
 

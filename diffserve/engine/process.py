@@ -1,10 +1,8 @@
 """The engine in a process of its own: ``python -m diffserve.engine.process --fd N``.
 
-One thread reads commands from the socket it was born with, so that a ping is answered in the middle of a tick and the
-death of the parent ends the process at once. The main thread ticks, takes what has arrived between two ticks, and
-sleeps while there is nothing to do; before that it proves that no page is lost.
-
-A device that computes nothing any more ends the process with a reason: in a new one it may.
+A thread reads commands from the inherited socket, so that pings are answered during a tick and the process ends when
+its parent does. The main thread ticks, runs commands between two ticks, and checks that no page is lost when it becomes
+idle. A process whose device is lost ends with a reason, since a new process may be able to use the device.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class EngineProcess:
-    """A engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
+    """An engine behind a socket; ``run`` blocks until the other side closes it."""
 
     def __init__(self, end: ipc.EngineEnd) -> None:
         self._end = end
@@ -85,13 +83,13 @@ class EngineProcess:
         """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         import_libraries()
-        from diffserve.engine.image import unet_paths
+        from diffserve.engine.image import compiling
 
         load = self._inbox.get()
         if not isinstance(load, ipc.Load):
             raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
         self._pulse = Pulse(load.hang_after_s)
-        unet_paths.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
+        compiling.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
         try:
             engine = self._engine = open_engine(load, self._pulse)
             probe = open_probe(engine)
@@ -176,7 +174,7 @@ class EngineProcess:
             if self._inbox.empty() and not is_studied and not quiet_in_s:
                 is_studied = not self._study(engine)
                 continue
-            waits_s = [engine.images.rest_s, None if is_studied else quiet_in_s]
+            waits_s = [engine.images.next_wakeup_s, None if is_studied else quiet_in_s]
             try:
                 command = self._inbox.get(
                     timeout=min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
@@ -279,15 +277,14 @@ def scale_of(engine: CombinedEngine) -> float:
 def trial(info: ModelInfo) -> GenerationRequest:
     """Return a request of one step at the model's native size, with a gray init image for inpainting models."""
     width_px, height_px = info.good_sizes[0]
-    grey = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
+    gray = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
+    mask = Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
     return GenerationRequest(
         prompt="a trial picture",
         seed=0,
         diffusion=DiffusionParams(num_steps=1, strength=1.0),
-        init_image=grey if info.is_inpainting else None,
-        mask_image=Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
-        if info.is_inpainting
-        else None,
+        init_image=gray if info.is_inpainting else None,
+        mask_image=mask if info.is_inpainting else None,
     )
 
 

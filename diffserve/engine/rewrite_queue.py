@@ -62,21 +62,26 @@ class PendingImage:
 
 
 class RewriteQueue:
-    """Queue before ``engine``; ``rewriter`` is None without a language model. Thread-safe."""
+    """Thread-safe queue before ``engine`` for models of ``images``; ``rewriter`` is None without a language model."""
 
     def __init__(
-        self, engine: ImageEngines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]
+        self,
+        engine: ImageEngines | EncodingStage,
+        images: ImageEngines,
+        rewriter: Rewriter | None,
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
+        self._images = images
         self._rewriter = rewriter
         self._clock = clock
         self._lock = threading.RLock()
-        self._asked: dict[str, PendingImage] = {}  # by the id of the rewrite
+        self._rewriting: dict[str, PendingImage] = {}  # by the id of the rewrite
         self._ready: deque[PendingImage] = deque()
         self._notes: dict[str, Note] = {}
 
     def __len__(self) -> int:
-        return len(self._asked) + len(self._ready)
+        return len(self._rewriting) + len(self._ready)
 
     @property
     def has_ready(self) -> bool:
@@ -96,14 +101,14 @@ class RewriteQueue:
         with self._lock:
             self._engine.check(request, num_ahead=len(self))
             image = PendingImage(request, self._clock())
-            warning = self._ask(image)
+            warning = self._start_rewrite(image)
             if warning is not None:
                 self._make_ready(image, request.prompt, warning)
 
     def handle(self, event: RewriteEvent) -> bool:
         """Process an event of a rewrite requested here; return False for other events."""
         with self._lock:
-            image = self._asked.get(event.request_id)
+            image = self._rewriting.get(event.request_id)
             if image is None:
                 return False
             match event:
@@ -119,7 +124,7 @@ class RewriteQueue:
     def give_up_rewriting(self) -> None:
         """Release all images that wait for the rewriter, with their original prompts."""
         with self._lock:
-            for image in list(self._asked.values()):
+            for image in list(self._rewriting.values()):
                 self._make_ready(image, image.request.prompt, FAILED)
 
     def release(self) -> list[Event]:
@@ -143,8 +148,8 @@ class RewriteQueue:
             image = self._find(request_id)
             if image is None:
                 return False
-            if image.rewrite_id in self._asked:
-                del self._asked[image.rewrite_id]
+            if image.rewrite_id in self._rewriting:
+                del self._rewriting[image.rewrite_id]
                 assert self._rewriter is not None
                 self._rewriter.cancel(image.rewrite_id)
             else:
@@ -186,22 +191,22 @@ class RewriteQueue:
                 return event
 
     def check_integrity(self) -> None:
-        """AssertionError when a image is in two places, or waits for a rewriter that knows nothing of it."""
+        """Raise AssertionError if an image is in two places, or waits for a rewrite that is not live."""
         with self._lock:
-            names = [image.request.request_id for image in (*self._asked.values(), *self._ready)]
-            assert len(set(names)) == len(names), "a image is in two places"
+            names = [image.request.request_id for image in (*self._rewriting.values(), *self._ready)]
+            assert len(set(names)) == len(names), "an image is in two places"
             num_live = 0 if self._rewriter is None else self._rewriter.num_live
-            assert num_live >= len(self._asked), "a image waits for a rewrite that is not live"
+            assert num_live >= len(self._rewriting), "an image waits for a rewrite that is not live"
 
     # Below the counter --------------------------------------------------------------------------------------------
 
-    def _ask(self, image: PendingImage) -> str | None:
+    def _start_rewrite(self, image: PendingImage) -> str | None:
         """Start the rewrite, or return a warning; raise InvalidRequest for an unknown style."""
         request = image.request
         if self._rewriter is None or request.rewriting is None:
             return NO_MODEL
         deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
-        options = self._rewriter.options_for(request.rewriting, self._engine.family_of(request))
+        options = self._rewriter.options_for(request.rewriting, self._images.family_of(request))
         try:
             rewrite = RewriteRequest(
                 wish=request.prompt,
@@ -211,7 +216,7 @@ class RewriteQueue:
                 client=request.client,
                 share=request.share,
             )
-            window = self._engine.window_of(request, self._rewriter.window)
+            window = self._images.window_of(request, self._rewriter.window)
             image.rewrite_id = self._rewriter.submit_for(rewrite, window)
         except QueueFull:
             return BUSY
@@ -219,11 +224,11 @@ class RewriteQueue:
             if error.param == "style":
                 raise
             return FAILED
-        self._asked[image.rewrite_id] = image
+        self._rewriting[image.rewrite_id] = image
         return None
 
     def _make_ready(self, image: PendingImage, prompt: str, warning: str | None) -> None:
-        self._asked.pop(image.rewrite_id, None)
+        self._rewriting.pop(image.rewrite_id, None)
         image.prompt = prompt
         image.warnings = () if warning is None else (warning,)
         self._ready.append(image)
@@ -250,5 +255,5 @@ class RewriteQueue:
         self._notes[request.request_id] = Note(waited_s, image.warnings, original, image.rewriting_s)
 
     def _find(self, request_id: str) -> PendingImage | None:
-        images = (*self._asked.values(), *self._ready)
+        images = (*self._rewriting.values(), *self._ready)
         return next((image for image in images if image.request.request_id == request_id), None)

@@ -1,7 +1,6 @@
-"""Rewriter: wishes in, prompts out, by the texts of a TextEngine. It has no thread and never waits.
+"""Rewriter: turns wishes into prompts with a TextEngine, without a thread of its own.
 
-One wish is one or two text requests: the likeliest prompt, and those drawn at random, which share its beginning in the
-page pool. ::
+A wish is one or two text requests: the likeliest prompt, and prompts drawn at random that share pages with it. ::
 
     submit(RewriteRequest) --> submit(TextRequest) x 1..2      tick() --> feed(events) --> RewriteEvents, other events
 """
@@ -24,7 +23,7 @@ from diffserve.api.rewrite_types import (
 )
 from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished, TextRequest
 from diffserve.api.types import Cancelled, Failed, RewriteOptions
-from diffserve.engine.delivery import TickLoop, raise_if_failed
+from diffserve.engine.base_engine import TickLoop
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.rewriting.job import RewriteJob
@@ -35,16 +34,21 @@ from diffserve.runtime.decoding import TokenConstraint
 
 
 class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
-    """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``.
+    """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``. Thread-safe.
 
-    style        the name of the style used where a request names none
-    max_entropy  mean nats a token above which the model counts as unsure; None: as the style says
-    follows      whether a prompt for an image model of another family is written in the style that it reads best
+    A server calls ``submit`` and ``cancel``, and passes the events of every tick to ``feed``. ``rewrite``, ``answer``
+    and ``stream`` tick in the calling thread.
 
-    A server calls ``submit`` and ``cancel``, and hands every tick's events to ``feed``. ``rewrite``, ``answer`` and
-    ``stream`` tick in the calling thread. Safe to call from any thread.
+    Args:
+        texts: The text engine.
+        style: The style of requests that name none.
+        window: The text window of the image model.
+        max_entropy: Mean nats per token above which the model counts as unsure; ``None``: as the style says.
+        follows: Whether prompts for image models of another family are written in the style that suits them best.
 
-    Raises ConfigError when the model has no chat template, InvalidRequest for a style that is not there.
+    Raises:
+        ConfigError: The model has no chat template.
+        InvalidRequest: The style is unknown.
     """
 
     terminal = REWRITE_TERMINAL
@@ -69,10 +73,10 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
         self._job_of_text: dict[str, RewriteJob | None] = {}  # None: abandoned
-        self._others: list[TextEvent] = []
+        self._other_events: list[TextEvent] = []
 
     def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
-        """``options`` for an image model of ``family``, where they name no style."""
+        """Return ``options`` with the style of ``family`` where they name no style."""
         if options.style is not None or not self._follows:
             return options
         return msgspec.structs.replace(options, style=style_for_family(family))
@@ -98,7 +102,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         """Return rewrite events for ``events`` of the text engine, and the events of other texts."""
         with self._lock:
             self._sort(events)
-            other_events, self._others = self._others, []
+            other_events, self._other_events = self._other_events, []
             return self._take_mail(), other_events
 
     # Convenient ways ----------------------------------------------------------------------------------------------
@@ -114,13 +118,10 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         Raises the errors of ``submit`` except QueueFull, and for a failed prompt DeadlineExceeded, NumericalError,
         InvalidRequest or DiffserveError.
         """
-        ends = [history[-1] for history in self._answer(requests)]
-        for end in ends:
-            raise_if_failed(end)
-        return [end for end in ends if isinstance(end, RewriteFinished)]
+        return [history[-1] for history in self._answer(requests) if isinstance(history[-1], RewriteFinished)]
 
     def stream(self, request: RewriteRequest) -> Iterator[RewriteEvent]:
-        """Rewrite and watch: the events up to the terminal one. Closing the iterator cancels the rewrite."""
+        """Yield the events of a rewrite up to the terminal one; closing the iterator cancels it."""
         return self._watch(request)
 
     # Jobs ---------------------------------------------------------------------------------------------------------
@@ -156,16 +157,16 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
             try:
                 self.texts.submit(text_request, constraint=constraint)
             except DiffserveError:
-                self._leave(job, unasked=text_requests[at:])
+                self._leave(job, unsubmitted=text_requests[at:])
                 self._mailboxes.pop(request.request_id, None)
                 raise
         return request.request_id
 
-    def _leave(self, job: RewriteJob, unasked: Sequence[TextRequest] = ()) -> None:
-        """Drop ``job``: its texts are canceled and their later events ignored."""
+    def _leave(self, job: RewriteJob, unsubmitted: Sequence[TextRequest] = ()) -> None:
+        """Drop ``job``; its texts are cancelled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
-            for text_request in unasked:
+            for text_request in unsubmitted:
                 del self._job_of_text[text_request.request_id]
             for text_id in job.first_indices:
                 if text_id in self._job_of_text:
@@ -181,7 +182,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     def _sort(self, events: Iterable[TextEvent]) -> None:
         for event in events:
             if event.request_id not in self._job_of_text:
-                self._others.append(event)
+                self._other_events.append(event)
                 continue
             job = self._job_of_text[event.request_id]
             if isinstance(event, TEXT_TERMINAL):

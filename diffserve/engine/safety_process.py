@@ -1,7 +1,7 @@
 """A safety filter in a process of its own: ``python -m diffserve.engine.safety_process --fd N --filter NAME``.
 
-It says what it judges, then answers one question after the other, and leaves when the other side does. Whatever its
-filter raises ends it, with a reason.
+It reports which questions it can judge, answers one question after the other, and ends when the other side closes the
+socket. An exception of the filter ends it with a reason.
 """
 
 from __future__ import annotations

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
+from diffserve.api.embedding_types import EmbeddingRequest
 from diffserve.api.errors import DeadlineExceeded, QueueFull
 from diffserve.api.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings
-from diffserve.api.types import Failed, GenerationRequest, LatentArray, Picture
+from diffserve.api.types import GenerationRequest, LatentArray, Picture
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import restore_outside_mask
-from diffserve.rewriting.judging import TextWindow
+from diffserve.engine.image.task import GenerationSettings
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
@@ -36,59 +37,58 @@ HOLLOW: Final = {
     "denoise": frozenset({"text"}),
     "decode": frozenset({"text", "unet"}),
 }
-"""Parts of the model that a process of each stage does without. Who denoises keeps the VAE: it reads the pictures that
-others begin from, with the picture's own draws."""
+"""Parts of the model that a process of each stage does not load. The denoising stage keeps the VAE, which encodes init
+images with the draws of the image's own seed."""
 
-R = TypeVar("R", GenerationRequest, DecodeRequest)
+R = TypeVar("R", GenerationRequest, DecodeRequest, EmbeddingRequest)
 
 
 @dataclass(eq=False)
-class StageRequest(Generic[R]):
+class QueuedRequest(Generic[R]):
     """Queued request with its arrival time, deadline and pending adapter load."""
 
     request: R
     since_s: float
     until_s: float
-    reading: Future[LoRASet] | None = None
-
-    @property
-    def place(self) -> tuple[bool, float]:
-        """Return the sort key: interactive requests first, then by arrival."""
-        return self.request.priority == "batch", self.since_s
+    lora_loading: Future[LoRASet] | None = None
 
 
-class StageQueue(ABC, Generic[R]):
-    """Queue of one stage, processed one by one. ``submit`` and ``cancel`` are thread-safe.
+class RequestQueue(Generic[R]):
+    """Queue of requests that are not processed by an ``ImageEngine``. ``submit`` and ``cancel`` are thread-safe.
 
     Attributes:
         doing: Description of the work, for messages.
+        goal: State that requests wait for, for messages.
+        entry: Class of queued requests.
     """
 
-    doing: str
+    doing: ClassVar[str]
+    goal: ClassVar[str]
+    entry: ClassVar[type[QueuedRequest[Any]]] = QueuedRequest
 
     def __init__(self, images: ImageEngines, max_waiting: int, clock: Callable[[], float]) -> None:
         self._images = images
-        self._most = max_waiting
+        self._max_waiting = max_waiting
         self._clock = clock
         self._lock = RLock()
-        self._waiting: dict[str, StageRequest[R]] = {}
+        self._waiting: dict[str, Any] = {}
 
     @property
     def has_work(self) -> bool:
         """Return whether a tick would make progress; False while all required models load."""
-        with self._lock:
-            waiting = list(self._waiting.values())
         now_s = self._clock()
-        return any(queued.until_s <= now_s or not self._images.is_loading(queued.request.model) for queued in waiting)
+        return any(
+            queued.until_s <= now_s or not self._images.is_loading(queued.request.model) for queued in self._entries()
+        )
 
     def submit(self, request: R) -> None:
         """Queue a request and start loading its model. Raises QueueFull, and the errors of :meth:`check`."""
         self.check(request)
         with self._lock:
-            if len(self._waiting) >= self._most:
+            if len(self._waiting) >= self._max_waiting:
                 raise QueueFull(f"{len(self._waiting)} requests wait for {self.doing}; try again later.")
             now_s = self._clock()
-            queued = StageRequest(request, now_s, now_s + (request.deadline_s or math.inf))
+            queued = self.entry(request, now_s, now_s + (request.deadline_s or math.inf))
             self._waiting[request.request_id] = queued
         self._begin(queued)
 
@@ -102,72 +102,83 @@ class StageQueue(ABC, Generic[R]):
         with self._lock:
             self._waiting.clear()
 
+    def check(self, request: R, *, num_ahead: int = 0) -> None:
+        """Raise the known errors of ``request``."""
+        self._images.request_engine(request.model)
+
+    def _begin(self, queued: QueuedRequest[R]) -> None:  # optional hook
+        """Start background loading for a request; the default loads nothing."""
+
+    def _entries(self) -> list[Any]:
+        with self._lock:
+            return list(self._waiting.values())
+
+    def _expire(self) -> list[Any]:
+        now_s = self._clock()
+        late = [queued for queued in self._entries() if queued.until_s <= now_s]
+        return self._fail(late, DeadlineExceeded(f"the deadline passed before {self.goal}.", param="deadline_s"))
+
+    def _fail(self, failed: Sequence[QueuedRequest[R]], error: Exception) -> list[Any]:
+        """Remove ``failed`` and return their failures, without those of requests that were cancelled meanwhile."""
+        if not failed:
+            return []
+        reason = failure_of(error, self.doing)
+        request_ids = [queued.request.request_id for queued in failed]
+        return [reason.of(request_id) for request_id in request_ids if self.cancel(request_id)]
+
+
+class StageQueue(RequestQueue[R], ABC):
+    """Queue of one stage, processed one by one: interactive requests first, then by arrival."""
+
+    goal = "the picture was finished"
+
     def tick(self) -> list[Any]:
         """Process the next request and return the events."""
+        events: list[Any] = self._expire()
         now_s = self._clock()
-        with self._lock:
-            waiting = sorted(self._waiting.values(), key=lambda queued: queued.place)
-        late = DeadlineExceeded("the deadline passed before the picture was finished.", param="deadline_s")
-        gone = [queued for queued in waiting if queued.until_s <= now_s and self.cancel(queued.request.request_id)]
-        events: list[Any] = [self._failed(queued, late) for queued in gone]
-        for queued in waiting:
-            if queued.until_s <= now_s or (queued.reading is not None and not queued.reading.done()):
+        for queued in sorted(self._entries(), key=lambda each: (each.request.priority == "batch", each.since_s)):
+            if queued.lora_loading is not None and not queued.lora_loading.done():
                 continue
             try:
-                engine = self._images.want(queued.request.model)
+                engine = self._images.request_engine(queued.request.model)
                 done = None if engine is None else self._do(engine, queued, now_s)
             except PoolBusy:  # texts of the language model have the pages
                 break
             except Exception as error:
-                done = self._failed(queued, error)
+                failures: list[Any] = self._fail([queued], error)
+                if failures:
+                    return [*events, *failures]
+                continue
             if done is not None and self.cancel(queued.request.request_id):
                 return [*events, done]
         return events
 
-    def check(self, request: R, *, num_ahead: int = 0) -> None:
-        """Raise the known errors of ``request``."""
-        self._images.want(request.model)
-
-    def _begin(self, queued: StageRequest[R]) -> None:  # optional hook
-        """Start background loading for a request; the default loads nothing."""
-
     @abstractmethod
-    def _do(self, engine: Engine, queued: StageRequest[R], started_s: float) -> Any:
+    def _do(self, engine: Engine, queued: QueuedRequest[R], started_s: float) -> Any:
         """Return the event that ends the request; raise PoolBusy if it must wait."""
-
-    def _failed(self, queued: StageRequest[R], error: Exception) -> Failed:
-        return failure_of(error, self.doing).of(queued.request.request_id)
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
-    """Encodes the texts of requests; takes the place of ``ImageEngines`` behind a ``RewriteQueue``."""
+    """Encodes the texts of requests; takes rewritten requests like ``ImageEngines``."""
 
     doing = "encoding texts"
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
         """Raise the errors that generating the image would raise; as in ``ImageEngines``."""
-        engine = self._images.want(request.model)
+        engine = self._images.request_engine(request.model)
         if engine is not None:
-            engine.admitted(request)
+            engine.admit(request)
 
-    def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
-        """Return the text window of the request's model, as ``ImageEngines.window_of`` does."""
-        return self._images.window_of(request, first)
-
-    def family_of(self, request: GenerationRequest) -> str:
-        """Return the family of the request's model, as ``ImageEngines.family_of`` does."""
-        return self._images.family_of(request)
-
-    def _begin(self, queued: StageRequest[GenerationRequest]) -> None:
-        engine = self._images.want(queued.request.model)
-        settings = None if engine is None else engine.admitted(queued.request).settings
+    def _begin(self, queued: QueuedRequest[GenerationRequest]) -> None:
+        engine = self._images.request_engine(queued.request.model)
+        settings = None if engine is None else engine.admit(queued.request).settings
         if engine is not None and settings is not None and settings.loras:
-            queued.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
+            queued.lora_loading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
 
-    def _do(self, engine: Engine, queued: StageRequest[GenerationRequest], started_s: float) -> TextsEncoded:
-        request, settings = queued.request, engine.admitted(queued.request).settings
-        loras = engine.runners.loras.take(settings.loras, queued.reading) if settings.loras else None
-        encodings = encode(engine, request, TextReading(loras, settings.clip_skip))
+    def _do(self, engine: Engine, queued: QueuedRequest[GenerationRequest], started_s: float) -> TextsEncoded:
+        request, settings = queued.request, engine.admit(queued.request).settings
+        loras = engine.runners.loras.take(settings.loras, queued.lora_loading) if settings.loras else None
+        encodings = encode(engine, request, settings, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
         return TextsEncoded(
             request_id=request.request_id,
@@ -178,9 +189,9 @@ class EncodingStage(StageQueue[GenerationRequest]):
         )
 
 
-def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
+def encode(engine: Engine, request: GenerationRequest, settings: GenerationSettings, reading: TextReading) -> Encodings:
     """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
-    settings, runner = engine.admitted(request).settings, engine.runners
+    runner = engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.export_encodings(*texts, reading)
     prompts = [text or "" for text in texts]
@@ -200,7 +211,7 @@ class DecodingStage(StageQueue[DecodeRequest]):
 
     doing = "decoding this picture"
 
-    def _do(self, engine: Engine, queued: StageRequest[DecodeRequest], started_s: float) -> PictureDecoded:
+    def _do(self, engine: Engine, queued: QueuedRequest[DecodeRequest], started_s: float) -> PictureDecoded:
         request = queued.request
         with torch.inference_mode():
             latents = torch.from_numpy(request.latents.array.copy()).to(engine.model.device)

@@ -22,7 +22,7 @@ BURST_STEPS: Final = 2.0
 """Length of a burst in image steps: shorter bursts leave texts unfinished, longer ones delay images."""
 FULL: Final = 0.9
 """Share of a burst's credit at which it begins, as steps differ a little."""
-LET_IN: Final = 0.5
+ADMISSION_SHARE: Final = 0.5
 """Share of a burst that must be left for a new text to start."""
 
 MEMORY: Final = 0.8
@@ -60,9 +60,9 @@ class TimeShare:
         return not self._is_saving
 
     @property
-    def lets_in(self) -> bool:
+    def admits_texts(self) -> bool:
         """Return whether new texts may start with the next call."""
-        return self._credit_s >= LET_IN * self._burst_s
+        return self._credit_s >= ADMISSION_SHARE * self._burst_s
 
     @property
     def call_s(self) -> float | None:
@@ -73,7 +73,7 @@ class TimeShare:
         """For the metrics."""
         return ShareStats(share=self.share, image_s=self.image_s, text_s=self.text_s)
 
-    def painted(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
+    def record_image_step(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
         """Record an image step of ``wall_s`` seconds.
 
         Args:
@@ -93,7 +93,7 @@ class TimeShare:
         if is_shared:
             self.image_s += wall_s
 
-    def wrote(self, wall_s: float, *, has_moved: bool) -> None:
+    def record_text_call(self, wall_s: float, *, has_moved: bool) -> None:
         """Record a language-model call of ``wall_s`` seconds while images waited.
 
         Args:

@@ -37,7 +37,7 @@ class EngineGenerator:
         The generator never suspends. An image, and all images after it, start only after its converged image is
         finished, if that is among ``images``. The error of a failed image is raised.
         """
-        from diffserve.engine.delivery import raise_if_failed
+        from diffserve.engine.base_engine import raise_if_failed
 
         waiting = list(images)[::-1]
         references = {image for image in waiting if image.cell.is_reference}

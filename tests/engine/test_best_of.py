@@ -15,7 +15,7 @@ import torch
 from diffserve.api.errors import DiffserveError, InvalidRequest, ModelLoadError, ModelNotFound
 from diffserve.api.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
 from diffserve.engine import Engine
-from diffserve.engine.image.scoring import CheckerScorer, ImageScores
+from diffserve.engine.image.outputs import CheckerScorer, ImageScores
 from diffserve.runtime import load_model
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, followed, split
+from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, split, updated_estimate
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
@@ -40,10 +40,10 @@ def test_without_exactness_rows_are_one_call() -> None:
 
 
 def test_no_call_is_larger_than_there_is_memory_for_unless_it_is_the_smallest() -> None:
-    assert curve(FLAT).cover(12, most=8) == (8, 4)
-    assert curve(FLAT).cover(3, most=2) == (4,)
+    assert curve(FLAT).cover(12, max_rows=8) == (8, 4)
+    assert curve(FLAT).cover(3, max_rows=2) == (4,)
     assert curve(FLAT).cover(12) == (16,)
-    assert curve(STEEP, is_exact=False).cover(13, most=8) == (8, 5)
+    assert curve(STEEP, is_exact=False).cover(13, max_rows=8) == (8, 5)
 
 
 def test_rows_of_which_nothing_is_known_have_calls_of_their_own() -> None:
@@ -61,7 +61,7 @@ def test_a_size_that_is_thought_dear_is_called_again_now_and_then_and_mends() ->
     for _ in range(4):
         measured.observe(4, 3.0)  # what it really takes
     assert [bucket for *_, bucket in measured.calls(5)] == [4, 1]
-    assert measured.calls(3, most=2) == [(0, 2, 2), (2, 3, 1)]
+    assert measured.calls(3, max_rows=2) == [(0, 2, 2), (2, 3, 1)]
 
 
 def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
@@ -75,11 +75,11 @@ def test_half_the_rows_take_twice_the_ticks_including_overhead() -> None:
     measured = curve({8: 0.0230, 16: 0.0445})
     cap = KneeCap(16, "latency")
     assert cap.of(measured) == 8, "within 5 % of the best"
-    cap.beside_s = 0.0015
+    cap.overhead_s = 0.0015
     assert [cap.of(measured) for _ in range(40)] == [16] * 40
-    assert followed(None, 0.002) == 0.002
-    assert 0.002 < followed(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"
-    assert followed(0.002, 0.001) == 0.0015
+    assert updated_estimate(None, 0.002) == 0.002
+    assert 0.002 < updated_estimate(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"
+    assert updated_estimate(0.002, 0.001) == 0.0015
 
 
 def test_one_slow_reading_hardly_moves_the_estimate_and_fast_ones_do() -> None:

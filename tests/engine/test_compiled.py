@@ -308,13 +308,13 @@ def test_compiled_calls_are_shared_by_all_adapters(
     monkeypatch.setattr(type(model.unet.network), "forward", None)  # the network must not be called
     packages = {path.name for path in (tmp_path / "cache" / "compiled").iterdir()}
     compiled = group._replace(is_compiled=True)
-    known_group = engine.runners.groups.known(compiled)
+    known_group = engine.runners.groups.facts_of(compiled)
     assert known_group.curve.buckets == sizes
-    engine.runners.groups._known[compiled] = known_group._replace(curve=CostCurve(sizes[-1:]))
+    engine.runners.groups._facts_by_group[compiled] = known_group._replace(curve=CostCurve(sizes[-1:]))
     together = pixels(engine, *requests)
     calls = [len({row.request_id for row in call.rows}) for tick in engine.trace for call in tick.calls]
     assert max(calls) == sizes[-1], "no rows of two adapters shared a call"
-    engine.runners.groups._known[compiled] = known_group._replace(curve=CostCurve((1,)))
+    engine.runners.groups._facts_by_group[compiled] = known_group._replace(curve=CostCurve((1,)))
     alone = [pixels(engine, request)[0] for request in requests]
     for image, other, eager, plain in zip(together, alone, expected, bare, strict=True):
         assert np.array_equal(image, other)
@@ -381,7 +381,7 @@ def test_a_picture_is_painted_one_way_from_its_first_step_to_its_last(
 ) -> None:
     """Also in an engine that is not deterministic, which takes packages into use between two pictures."""
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
-    monkeypatch.setattr(BackgroundCompiler, "want", lambda *_: None)
+    monkeypatch.setattr(BackgroundCompiler, "enqueue", lambda *_: None)
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
     shutil.rmtree(cache / "shapes")  # where it says that they are proven
     engine = engine_of(model, cache, deterministic=False, compile="background")
@@ -532,7 +532,7 @@ def test_a_group_is_compiled_in_the_background_once_even_when_the_package_does_n
     compiler = groups._compiler
     assert compiler is not None
     expected_keys: list[GroupKey] = []
-    monkeypatch.setattr(compiler, "want", lambda group, _: expected_keys.append(group))
+    monkeypatch.setattr(compiler, "enqueue", lambda group, _: expected_keys.append(group))
     monkeypatch.setattr(compiler, "poll", lambda: COMPILED if expected_keys else None)  # at once, and of no use
     for _ in range(5):
         if groups.is_new(COMPILED, 0.0):
@@ -547,7 +547,7 @@ def test_an_engine_uses_packages_compiled_in_the_background(
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
     moved = replace(model, profile=msgspec.structs.replace(model.profile, path=str(warmed[0].parent / "model")))
     compiler = BackgroundCompiler(moved, EngineConfig(cache_dir=str(cache)))
-    compiler.want(COMPILED, SIZES)
+    compiler.enqueue(COMPILED, SIZES)
     assert compiler.poll() is None
     until_s = time.monotonic() + START_S
     while (done := compiler.poll()) is None and time.monotonic() < until_s:
@@ -724,11 +724,11 @@ def test_who_was_not_clearly_faster_is_looked_at_again_later(make_engine: Callab
     compiled.load(COMPILED, lambda: None, SIZES)
     assert not compiled.is_new(COMPILED, 0.0)
     compiled.doubt(COMPILED, 0.0)
-    assert compiled.is_doubted(COMPILED)
+    assert COMPILED in compiled._doubted
     assert not compiled.is_new(COMPILED, DOUBT_S - 1.0)
     assert compiled.is_new(COMPILED, DOUBT_S)
     compiled.load(COMPILED, lambda: None, SIZES)
-    assert not compiled.is_doubted(COMPILED)
+    assert COMPILED not in compiled._doubted
 
 
 def test_a_size_whose_rows_differ_is_left_out() -> None:

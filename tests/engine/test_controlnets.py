@@ -260,12 +260,12 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
     assert network.num_bytes == make().runners.controlnets.planned_bytes / 2
     digest = network.digest
     group = engine.runners.group_of_short_prompts(64, 64)._replace(control=digest)
-    engine.runners.groups.known(group)
+    engine.runners.groups.facts_of(group)
     del network
     with pytest.raises(KeyError):
         shelf.of_digest(digest)
     assert engine.study()
-    assert not engine.runners.groups.is_wanted(group)
+    assert not engine.runners.groups.is_unmeasured(group)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_controlled_tick_does_not_wait_for_the_device(
     for request in (controlled(*TWO, seed=1), controlled(*ONE, seed=2), controlled(seed=3)):
         engine.submit(request)
     for live in engine._inbox.values():
-        assert live.mapping is None or live.mapping.result()
+        assert live.control_loading is None or live.control_loading.result()
     engine.tick()
     with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
         engine.tick()

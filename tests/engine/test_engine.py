@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diffserve import DiffserveError, Engine, GenerationRequest
-from diffserve.api.errors import DeadlineUnreachable, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
+from diffserve.api.errors import DeadlineUnreachable, InvalidRequest, ModelNotFound, QueueFull
 from diffserve.api.types import (
     TERMINAL,
     Accepted,
@@ -157,14 +157,6 @@ def test_one_id_is_painted_once_at_a_time(make_engine: MakeEngine) -> None:
         engine.submit(request)
     list(engine.events())
     assert len(engine.generate(request)) == 1
-
-
-def test_draining_finishes_what_was_accepted_and_takes_no_more(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.submit(image_request("sd15", "ddim", seed=1, num_steps=3))
-    assert isinstance(engine.drain()[-1], Finished)
-    with pytest.raises(EngineUnavailable, match="takes no more"):
-        engine.submit(image_request("sd15", "ddim", seed=1))
 
 
 def test_an_idle_tick_is_harmless(make_engine: MakeEngine) -> None:

@@ -117,7 +117,7 @@ def test_images_by_recorded_calls_have_the_bytes_of_those_without_alone_and_toge
     assert alone == expected
     assert record.num_replays > len(requests)
     assert recorded.num_bytes > 0
-    engine.runners.caller.ease()
+    engine.runners.caller.free_caches()
     assert recorded.num_bytes == 0
 
 

@@ -138,7 +138,7 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
             return True
 
         studio: Any = SimpleNamespace(has_work=False, study=study)
-        studio.images = SimpleNamespace(rest_s=None, retry_load=lambda name: None)
+        studio.images = SimpleNamespace(next_wakeup_s=None, retry_load=lambda name: None)
         loop._take_commands(studio)
     assert len(measured_s) == 1
     assert measured_s[0] >= 0.2
@@ -214,10 +214,10 @@ def test_shapes_that_are_remembered_are_few(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
     groups = engine.runners.groups
     for side in range(GROUPS_KEPT + 20):
-        groups.known(GroupKey(64, 8 * (side + 1), 77))
+        groups.facts_of(GroupKey(64, 8 * (side + 1), 77))
     assert len(engine.buckets) == GROUPS_KEPT
-    assert not groups.is_wanted(GroupKey(64, 8, 77))
-    assert groups.is_wanted(GroupKey(64, 8 * (GROUPS_KEPT + 20), 77))
+    assert not groups.is_unmeasured(GroupKey(64, 8, 77))
+    assert groups.is_unmeasured(GroupKey(64, 8 * (GROUPS_KEPT + 20), 77))
 
 
 def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
@@ -237,13 +237,13 @@ def test_solo_time_is_computed_from_the_calls_that_the_request_uses(make_engine:
     """Costs of the slower, uncompiled network would set deadlines that are too late."""
     groups = make_engine(cache_dir="").runners.groups
     plain, unread = GroupKey(64, 64, 77), GroupKey(64, 64, 0)
-    groups.known(plain)
+    groups.facts_of(plain)
     facts = GroupFacts(buckets=(1, 2), counts=(1,), seconds={1: 1e-6, 2: 2e-6})
     before = groups.call_s(unread, 2)
     assert before == groups.call_s(plain, 2) > 2e-6
     groups.take(plain._replace(is_compiled=True), facts)
-    groups.known(plain._replace(lora_rank=16))
-    groups.known(plain)
+    groups.facts_of(plain._replace(lora_rank=16))
+    groups.facts_of(plain)
     assert groups.call_s(unread, 2) == pytest.approx(2e-6)
     assert groups.call_s(plain, 2) == before
     groups.compiled.forget(plain._replace(is_compiled=True))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Event, GenerationRequest, ImageResult
-from diffserve.engine.image.latent_cache import SKIPS, CachedLatents, LatentCache, skip_of
+from diffserve.engine.image.caches import SKIPS, CachedLatents, LatentCache, skip_of
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
 from tests.engine.test_deep_cache import TOLERANCE, content, init_image, painted_by_seed
@@ -54,9 +54,9 @@ def test_who_does_not_ask_is_painted_from_noise_and_kept_for_nobody(make_engine:
     [expected] = make_engine().generate(plain)
     engine = make_engine(latent_cache_bytes=ROOM)
     [alone] = engine.generate(plain)
-    assert len(engine.runners.kept) == 0
+    assert len(engine.runners.latent_cache) == 0
     [asking] = engine.generate(make_request())
-    assert len(engine.runners.kept) == 1
+    assert len(engine.runners.latent_cache) == 1
     [later] = engine.generate(plain)
     assert {content(result) for result in (alone, asking, later)} == {content(expected)}
     assert {cache_fields(result) for result in (alone, asking, later)} == {(None, 0, 20)}
@@ -75,7 +75,7 @@ def test_latents_are_found_by_likeness_and_only_among_those_painted_alike(
     assert 0.0 < cosine < 1.0
     [similar] = engine.generate(make_request("dog on the cat"))
     assert cache_fields(similar)[:2] == (cosine, 10 * SKIPS[skip_of(cosine, ALL)])
-    assert len(engine.runners.kept) == 6, "what began from another's latents is kept for nobody"
+    assert len(engine.runners.latent_cache) == 6, "what began from another's latents is kept for nobody"
     assert cache_fields(engine.generate(make_request("dog on the cat", similarity_threshold=1.0))[0])[:2] == (None, 0)
 
 
@@ -152,23 +152,23 @@ def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None
 
     entry_bytes = make_entry(1.0, 0.0).num_bytes
     cache = LatentCache(2 * entry_bytes)
-    cache.put("kin", "cat", make_entry(1.0, 0.0))
-    cache.put("kin", "dog", make_entry(0.0, 1.0))
-    cache.put("kin", "cat", make_entry(0.5, 0.5))
+    cache.put_latents("kin", "cat", make_entry(1.0, 0.0))
+    cache.put_latents("kin", "dog", make_entry(0.0, 1.0))
+    cache.put_latents("kin", "cat", make_entry(0.5, 0.5))
     assert cache.nearest("other", make_entry(1.0, 0.0).embedding, ALL) is None
     entry = cache.nearest("kin", make_entry(1.0, 0.0).embedding, 0.5)
     assert entry is not None
     assert (entry.similarity, entry.latents[0, 0, 0]) == (1.0, 1.0)
-    cache.put("kin", "fox", make_entry(0.6, 0.8))
-    assert (len(cache), cache.num_bytes) == (2, 2 * entry_bytes)
+    cache.put_latents("kin", "fox", make_entry(0.6, 0.8))
+    assert (len(cache), cache.currsize) == (2, 2 * entry_bytes)
     stats = cache.stats
     assert (stats.num_hits, stats.num_misses, stats.num_evicted, stats.num_bytes) == (1, 1, 1, 2 * entry_bytes)
     nearest = cache.nearest("kin", make_entry(0.0, 1.0).embedding, 0.5)
     assert nearest is not None
     assert nearest.similarity == pytest.approx(0.8), "the fox; the dog has gone"
     tiny = LatentCache(entry_bytes - 1)
-    tiny.put("kin", "cat", make_entry(1.0, 0.0))
-    assert (len(tiny), tiny.num_bytes) == (0, 0)
+    tiny.put_latents("kin", "cat", make_entry(1.0, 0.0))
+    assert (len(tiny), tiny.currsize) == (0, 0)
 
 
 def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() -> None:
@@ -181,7 +181,7 @@ def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() 
     tracemalloc.start()
     for number in range(300):
         text = f"{number} {' ' * 30_000}"
-        cache.put((8, 8, text[-30_000:]), text, make_entry(number / 200))
+        cache.put_latents((8, 8, text[-30_000:]), text, make_entry(number / 200))
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken < 100 * 2_000, "the texts stay out"
@@ -191,7 +191,7 @@ def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() 
         assert entry is not None
         assert abs(entry.latents[0, 0, 0] - number / 200) < 0.02
     assert len(cache) == 100
-    cache.put(kin, "again", make_entry(299 / 200))
+    cache.put_latents(kin, "again", make_entry(299 / 200))
     entry = cache.nearest(kin, make_entry(299 / 200).embedding, 0.5)
     assert entry is not None
     assert cache.nearest(kin, -make_entry(1.2).embedding, ALL) is None, "nobody is like its opposite"

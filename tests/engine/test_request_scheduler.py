@@ -10,7 +10,6 @@ import pytest
 
 from diffserve.api.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from diffserve.engine.image import policy
-from diffserve.engine.image.slots import SlotTable
 from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
 from tests.engine.simulated_scheduler import Simulation
@@ -37,7 +36,7 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     assert [type(event) for event in events] == [Progress, Painted, Finished]
     assert isinstance(events[1], Painted)
     assert events[1].result.num_evaluations == 4
-    assert (task.stage, task.slot, sim.scheduler.slots.owners) == (Stage.DONE, None, {})
+    assert (task.stage, task.slot, sim.scheduler.in_flight) == (Stage.DONE, None, ())
 
 
 def test_times_add_up_and_waiting_counts_as_queueing() -> None:
@@ -267,15 +266,6 @@ def test_a_newcomer_that_cannot_be_prepared_gives_its_slot_back() -> None:
     assert isinstance(events[-1], Failed)
     assert events[-1].param == "prompt"
     assert sim.scheduler.slots.num_free == 1
-
-
-def test_freeing_a_slot_twice_is_an_error() -> None:
-    table = SlotTable(2)
-    slot = table.allocate("a")
-    assert slot == 0
-    table.free(slot)
-    with pytest.raises(KeyError):
-        table.free(slot)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -23,7 +23,7 @@ from diffserve.api.types import (
     Progress,
     RewriteOptions,
 )
-from diffserve.engine.image.result_cache import IGNORED_FIELDS, CachedImage, ResultCache, key_of
+from diffserve.engine.image.caches import IGNORED_FIELDS, CachedImage, ResultCache, key_of
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine
@@ -232,6 +232,6 @@ def test_the_cache_is_bounded_and_drops_what_nobody_asked_for_the_longest() -> N
     assert cache.get(b"a") is image
     cache.put(b"c", image)
     assert [cache.get(name) is image for name in (b"a", b"b", b"c")] == [True, False, True]
-    assert (cache.num_bytes, cache.num_evicted) == (210, 1)
+    assert (cache.currsize, cache.num_evicted) == (210, 1)
     cache.put(b"d", CachedImage(np.zeros((10, 10, 3), dtype=np.uint8), None))
     assert cache.get(b"d") is None

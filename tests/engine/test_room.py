@@ -146,7 +146,7 @@ def test_rows_are_capped_before_they_run_and_no_byte_changes(
     cells = group.height_px * group.width_px // model.vae.factor**2
     activations = Activations.of(model, free.config, DiskCache(None))
     row = margin(model) * activations.of_row(cells, group.num_tokens)
-    bucket = free.runners.groups.known(group).curve.buckets[0]
+    bucket = free.runners.groups.facts_of(group).curve.buckets[0]
     engine = make_engine(max_rows=8)
     monkeypatch.setattr(engine.runners.room, "_look", lambda: int((bucket + 0.5) * row))
     engine.runners.room._looked_s -= LOOK_EVERY_S

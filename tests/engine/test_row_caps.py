@@ -19,7 +19,7 @@ class Clock:
 
 def test_one_shape_that_ran_out_caps_no_other() -> None:
     caps = RowCaps(Clock())
-    caps.ran_out(LARGE, 16)
+    caps.record_out_of_memory(LARGE, 16)
     assert caps.cap(LARGE) == 8
     assert caps.cap(SMALL) == NO_LIMIT
 
@@ -27,31 +27,31 @@ def test_one_shape_that_ran_out_caps_no_other() -> None:
 def test_after_a_pause_twice_as_many_rows_are_tried_until_nothing_is_capped() -> None:
     clock = Clock()
     caps = RowCaps(clock)
-    caps.ran_out(LARGE, 8)
-    caps.ran(LARGE, 4, 16)
+    caps.record_out_of_memory(LARGE, 8)
+    caps.record_call(LARGE, 4, 16)
     clock.now_s = FIRST_PAUSE_S - 1
     assert caps.cap(LARGE) == 4
     clock.now_s = FIRST_PAUSE_S
     assert caps.cap(LARGE) == 8
-    caps.ran(LARGE, 8, 16)
+    caps.record_call(LARGE, 8, 16)
     assert caps.cap(LARGE) == 16
-    caps.ran(LARGE, 16, 16)
+    caps.record_call(LARGE, 16, 16)
     assert caps.cap(LARGE) == NO_LIMIT
 
 
 def test_a_try_that_runs_out_again_waits_twice_as_long_and_never_for_ever() -> None:
     clock = Clock()
     caps = RowCaps(clock)
-    caps.ran_out(LARGE, 8)
+    caps.record_out_of_memory(LARGE, 8)
     clock.now_s = FIRST_PAUSE_S
-    caps.ran_out(LARGE, 8)
+    caps.record_out_of_memory(LARGE, 8)
     assert caps.cap(LARGE) == 4
     clock.now_s = 3 * FIRST_PAUSE_S - 1
     assert caps.cap(LARGE) == 4
     clock.now_s = 3 * FIRST_PAUSE_S
     assert caps.cap(LARGE) == 8
     for _ in range(20):
-        caps.ran_out(LARGE, 8)
+        caps.record_out_of_memory(LARGE, 8)
     clock.now_s += LONGEST_PAUSE_S
     assert caps.cap(LARGE) == 8
 
@@ -59,5 +59,5 @@ def test_a_try_that_runs_out_again_waits_twice_as_long_and_never_for_ever() -> N
 def test_shapes_that_are_capped_are_few() -> None:
     caps = RowCaps(Clock())
     for side in range(1, 500):
-        caps.ran_out(GroupKey(8 * side, 8, 77), 4)
+        caps.record_out_of_memory(GroupKey(8 * side, 8, 77), 4)
     assert sum(caps.cap(GroupKey(8 * side, 8, 77)) == 2 for side in range(1, 500)) == 64

@@ -160,7 +160,7 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
     monkeypatch.setattr(engine.model.vae, "decode_later", slow_decode)
     monkeypatch.setattr(engine.runners._preparer, "prepare", slow_prepare)
     for num_rows in range(1, 17):
-        engine.runners.groups.known(next(iter(engine.buckets))).curve._seconds[num_rows] = costs.calls["64x64"][
+        engine.runners.groups.facts_of(next(iter(engine.buckets))).curve._seconds[num_rows] = costs.calls["64x64"][
             num_rows
         ]
     real, _, _ = run(engine, clock, trace)

@@ -15,7 +15,7 @@ import torch
 from diffserve.api.errors import ConfigError
 from diffserve.api.types import GenerationRequest, ServedModel, UNetPath
 from diffserve.engine import Engine
-from diffserve.engine.image import unet_paths
+from diffserve.engine.image import compiling
 from diffserve.engine.image.compiling import CompileError, compile_group
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
@@ -152,16 +152,16 @@ def test_a_seed_keeps_its_bytes_when_packages_appear_while_the_engine_runs(
 def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_cache_changes_no_bytes(
     model: DiffusionModel, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unet_paths, "compile_in_child", copied_from(packages, tmp_path / "first"))
+    monkeypatch.setattr(compiling, "compile_in_child", copied_from(packages, tmp_path / "first"))
     first = engine_of(model, tmp_path / "first", ())
     first.warm_up()
     (path,) = first.unet_paths
     assert path.path == "compiled"
     assert "built at start" in path.reason
-    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    monkeypatch.setattr(compiling, "compile_in_child", never_compile)
     again = engine_of(model, tmp_path / "first", (path,))
     again.warm_up()
-    monkeypatch.setattr(unet_paths, "compile_in_child", copied_from(packages, tmp_path / "second"))
+    monkeypatch.setattr(compiling, "compile_in_child", copied_from(packages, tmp_path / "second"))
     elsewhere = engine_of(model, tmp_path / "second", (path,))
     elsewhere.warm_up()
     expected = latents(first)
@@ -173,7 +173,7 @@ def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_c
 def test_a_server_with_building_disabled_uses_the_network(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any
 ) -> None:
-    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    monkeypatch.setattr(compiling, "compile_in_child", never_compile)
     engine = engine_of(model, tmp_path, (), compile=setting)
     engine.warm_up()
     assert not any(path.path == "compiled" for path in engine.unet_paths)
@@ -195,7 +195,7 @@ def test_an_engine_outside_a_server_opens_only_the_packages_that_it_calls(
 def test_a_server_opens_all_packages_before_it_is_ready(
     model: DiffusionModel, fake: FakePackages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    monkeypatch.setattr(compiling, "compile_in_child", never_compile)
     fake.engine(model, tmp_path, ()).warm_up()
     assert fake.opened == [1, 2, 4]
 
@@ -235,7 +235,7 @@ def test_a_package_that_does_not_load_later_is_replaced_by_those_of_other_sizes(
 def test_an_engine_outside_a_server_never_compiles(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    monkeypatch.setattr(compiling, "compile_in_child", never_compile)
     engine = engine_of(model, tmp_path)
     engine.warm_up()
     (path,) = engine.unet_paths
@@ -250,7 +250,7 @@ def test_where_compiling_fails_the_network_serves_and_the_reason_is_reported(
     def fail(*_: Any) -> None:
         raise CompileError("No space left on device")
 
-    monkeypatch.setattr(unet_paths, "compile_in_child", fail)
+    monkeypatch.setattr(compiling, "compile_in_child", fail)
     engine = engine_of(model, tmp_path, ())
     engine.warm_up()
     (path,) = engine.unet_paths
@@ -266,7 +266,7 @@ def test_choices_of_another_setting_model_or_compiler_are_not_followed(model: Di
     engine = engine_of(model, tmp_path)
     packages = engine.runners.groups.compiled.packages
     assert isinstance(packages, Packages)
-    keys = {unet_paths.path_key(model, packages, setting) for setting in ("auto", "warm")}
+    keys = {compiling.path_key(model, packages, setting) for setting in ("auto", "warm")}
     assert len(keys) == 2
 
 

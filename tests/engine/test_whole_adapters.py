@@ -415,10 +415,10 @@ def test_calls_with_whole_changes_use_the_batch_sizes_of_plain_calls_on_the_refe
     facts = groups._facts(_name(native))
     assert facts is not None
     whole_group = native._replace(lora_rank=WHOLE)
-    assert groups.known(whole_group).curve.buckets == groups.known(native).curve.buckets
-    assert not groups.is_wanted(whole_group), "it was measured a second time"
+    assert groups.facts_of(whole_group).curve.buckets == groups.facts_of(native).curve.buckets
+    assert not groups.is_unmeasured(whole_group), "it was measured a second time"
     both = replace(facts, counts=(2, 1))
-    assert [groups._known_by(group, both).counts for group in (native, whole_group)] == [(2, 1), (2,)]
+    assert [groups._call_facts(group, both).counts for group in (native, whole_group)] == [(2, 1), (2,)]
 
 
 def test_dora_on_int8_weights_starts_from_the_weights_that_are_served(

@@ -100,7 +100,6 @@ def test_image_to_image_runs_the_last_steps_with_two_rows_each_for_heun() -> Non
     full, partial = compile_table("heun", SD, 10), compile_table("heun", SD, 10, strength=0.35)
     assert (partial.num_steps, partial.requested_steps, partial.num_rows) == (3, 10, 5)
     assert partial.step_of_row.tolist() == [0, 0, 1, 1, 2]
-    assert partial.ends_step.tolist() == [False, True, False, True, True]
     np.testing.assert_array_equal(partial.sigma, full.sigma[-5:])
 
 

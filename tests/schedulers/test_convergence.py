@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from schedulers import SAMPLERS, Preconditioning
-from schedulers.adams import lagrange_moves
 from schedulers.compile import table_on_grid
 from schedulers.grids import Grid
+from schedulers.multistep import lagrange_moves
 from schedulers.singlestep import LANGEVIN_SNR
 from schedulers.table import HISTORY, StepTable
 

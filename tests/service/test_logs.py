@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.service.engine.output import EngineOutput
+from diffserve.service.engine.connection import EngineOutput
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
 
 SECRET = "zebrasecret"

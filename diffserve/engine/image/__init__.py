@@ -1,4 +1,4 @@
 """Image generation with continuous batching at every denoising step.
 
-``scheduler``, ``policy``, ``queues``, ``admission`` and ``buckets`` hold the policy and need no torch.
+``scheduler``, ``policy``, ``fair_share``, ``admission`` and ``buckets`` hold the policy and need no torch.
 """

@@ -22,8 +22,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
-from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
-from diffserve.engine.image.latent_cache import SKIPS
+from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
+from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
@@ -98,6 +98,7 @@ class ImageAdmission:
         self._check_loras = check_loras
         self._check_controlnets = check_controlnets
         self._check_scores = check_scores
+        self._options = lru_cache(maxsize=256)(self._read_options)
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
     def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
@@ -134,11 +135,8 @@ class ImageAdmission:
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
             scale = 1.0
-        table = self._table(params, num_steps, strength)
-        switch = self._switch_row(table, params.switch_at)
-        if switch:
-            table, switch = self._restarted(table, switch, params, strength)
-        guided = guided_rows(table, self._row_scale(scale), params.guidance_interval)
+        rows = self._row_settings(params, num_steps, strength, scale)
+        table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
             warnings += (f"guidance_interval has no meaning for {info.model_id}, which is told guidance as a number.",)
         cannot = (
@@ -170,49 +168,26 @@ class ImageAdmission:
             warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
+        recipe = {name: getattr(params, name) for name in DenoisingRecipe.__struct_fields__}
+        recipe |= {name: getattr(table, name) for name in ("sampler", "spacing", "sigma_schedule", "eta")}
+        recipe |= {"num_steps": num_steps, "guidance_scale": scale, "variation_seed": _variation_seed(request)}
+        recipe["noise_source"] = params.noise_source or self._noise_source
+        recipe["strength"] = None if request.init_image is None else strength
         settings = GenerationSettings(
             width_px=width_px,
             height_px=height_px,
-            sampler=table.sampler,
-            spacing=table.spacing,
-            sigma_schedule=table.sigma_schedule,
-            eta=table.eta,
-            guidance_scale=scale,
-            guidance_interval=params.guidance_interval,
-            clip_skip=params.clip_skip,
-            guidance_rescale=params.guidance_rescale,
-            cache_interval=params.cache_interval,
-            sigma_min=params.sigma_min,
-            sigma_max=params.sigma_max,
-            similarity_threshold=params.similarity_threshold,
-            noise_source=params.noise_source or self._noise_source,
-            variation_seed=_variation_seed(request),
-            variation_strength=params.variation_strength,
-            micro_conditioning=params.micro_conditioning,
-            num_steps=num_steps,
             kind=kind,
-            strength=None if request.init_image is None else strength,
-            loras=params.loras,
-            controlnets=params.controlnets,
             control_digest=self._check_controlnets(params.controlnets) if params.controlnets else b"",
-            controlled=controlled_rows(table, params.controlnets, switch=switch),
             lora_digest=loras.digest,
-            table=table,
-            guided=guided,
-            full=full_rows(guided, params.cache_interval, switch),
-            switch_at=params.switch_at,
-            switch_row=switch,
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
+            **recipe,
+            **rows,
         )
         if params.similarity_threshold is not None:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
         return settings, warnings + table.warnings + self._few_steps(table, strength)
-
-    def _row_scale(self, scale: float) -> float:
-        """Return the scale that decides about unconditional rows: 1 (none) where the UNet takes it as input."""
-        return 1.0 if self.info.embeds_guidance else scale
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         prefix = f"similarity_threshold is {threshold:g}; "
@@ -225,54 +200,58 @@ class ImageAdmission:
         self, settings: GenerationSettings, params: DiffusionParams, num_skipped: int
     ) -> GenerationSettings:
         """Return ``settings`` without the first ``num_skipped`` steps."""
-        num_steps = settings.num_steps
         if num_skipped == 0:
             return settings
+        num_steps = settings.num_steps
         strength = (num_steps - num_skipped + 0.5) / num_steps
-        table = self._table(params, num_steps, strength)
-        switch = self._switch_row(table, settings.switch_at)
-        if switch:
-            table, switch = self._restarted(table, switch, params, strength)
-        guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
-        full = full_rows(guided, settings.cache_interval, switch)
-        fields: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
-        fields["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
-        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **fields)
+        rows = self._row_settings(params, num_steps, strength, settings.guidance_scale, num_skipped)
+        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **rows)
 
-    def _switch_row(self, table: StepTable, switch_at: float | None) -> int | None:
-        """Return the first row of the first step below the noise level of ``switch_at``, or ``None``.
+    def _row_settings(
+        self, params: DiffusionParams, num_steps: int, strength: float, scale: float, num_skipped: int = 0
+    ) -> dict[str, Any]:
+        """Return the table and the other settings of its rows, by their names in ``GenerationSettings``."""
+        table, switch = self._switched_table(params, num_steps, strength)
+        row_scale = 1.0 if self.info.embeds_guidance else scale  # then no row is unconditional
+        guided = guided_rows(table, row_scale, params.guidance_interval, num_skipped)
+        return {
+            "table": table,
+            "guided": guided,
+            "full": full_rows(guided, params.cache_interval, switch),
+            "controlled": controlled_rows(table, params.controlnets, num_skipped, switch),
+            "switch_row": switch,
+        }
 
-        The rule is that of diffusers' ``denoising_start``.
+    def _switched_table(self, params: DiffusionParams, num_steps: int, strength: float) -> tuple[StepTable, int | None]:
+        """Compile the table, and return it with the first row of the refiner in it, or ``None``.
+
+        The refiner begins with the first step below the noise level of ``switch_at``, as in diffusers'
+        ``denoising_start``. The multistep history is empty there, because diffusers runs base and refiner by two
+        schedulers.
         """
-        if switch_at is None:
-            return None
+        table = self._table(params, num_steps, strength)
+        if params.switch_at is None:
+            return table, None
         num_timesteps = self.info.train_timesteps
         begins_step = np.diff(table.step_of_row, prepend=-1) != 0
-        rows = np.flatnonzero(begins_step & (table.timestep < round(num_timesteps - switch_at * num_timesteps)))
-        return int(rows[0]) if len(rows) else None
-
-    def _restarted(
-        self, table: StepTable, switch: int, params: DiffusionParams, strength: float
-    ) -> tuple[StepTable, int]:
-        """Compile ``table`` again with an empty multistep history from the step of row ``switch`` on.
-
-        diffusers runs base and refiner by two schedulers, of which the second starts without a history. Returns the
-        table and the first row of the refiner in it.
-        """
-        step = int(table.step_of_row[switch])
-        before_table = table.requested_steps - table.num_steps
-        table = self._table(params, table.requested_steps, strength, restart=before_table + step)
+        is_below = table.timestep < round(num_timesteps - params.switch_at * num_timesteps)
+        rows = np.flatnonzero(begins_step & is_below)
+        if not len(rows) or rows[0] == 0:
+            return table, 0 if len(rows) else None
+        step = int(table.step_of_row[rows[0]])
+        restart = table.requested_steps - table.num_steps + step
+        table = self._table(params, num_steps, strength, restart=restart)
         return table, int(np.flatnonzero(table.step_of_row == step)[0])
 
-    def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
+    def _unknown_words(self, request: GenerationRequest, learned_words: Iterable[str]) -> tuple[str, ...]:
         """Warn of words in each of the two prompts that a model of a closed vocabulary was not trained on.
 
-        ``learnt`` are words that the request's adapters add.
+        ``learned_words`` are words that the request's adapters add.
         """
         world, model_id = self.info.world, self.info.model_id
         if world is None:
             return ()
-        world = world.learning(learnt)
+        world = world.learning(learned_words)
         prompts = {False: request.prompt, True: request.negative_prompt}
         unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
         return tuple(
@@ -288,42 +267,35 @@ class ImageAdmission:
     def _table(
         self, params: DiffusionParams, num_steps: int, strength: float, *, restart: int | None = None
     ) -> StepTable:
-        defaults = self.defaults if params.sampler is None else DiffusionParams()
+        defaults, info = self.defaults if params.sampler is None else DiffusionParams(), self.info
+        default_spacing = None if info.default_spacing == AUTO_SPACING else info.default_spacing
         try:
-            return self._compile(
-                params.sampler or self.info.default_sampler,
-                num_steps,
-                params.spacing or (None if self.info.default_spacing == AUTO_SPACING else self.info.default_spacing),
-                params.sigma_schedule or defaults.sigma_schedule,
-                defaults.eta if params.eta is None else params.eta,
-                (params.sigma_min, params.sigma_max),
-                strength,
-                restart,
+            options = self._options(params.sampler or info.default_sampler)
+            options = replace(
+                options,
+                spacing=params.spacing or default_spacing or options.spacing,
+                sigma_schedule=params.sigma_schedule or defaults.sigma_schedule or options.sigma_schedule,
             )
+            eta = defaults.eta if params.eta is None else params.eta
+            return self._compile(options, num_steps, eta, strength, restart, (params.sigma_min, params.sigma_max))
         except ScheduleError as error:
             param, code = BLAME.get(type(error), (None, "invalid_value"))
             raise InvalidRequest(str(error), param=param, code=code) from None
 
     def _compile_table(
         self,
-        sampler: str,
+        options: TableOptions,
         num_steps: int,
-        spacing: str | None,
-        sigma_schedule: str | None,
         eta: float | None,
-        sigma_range: tuple[float | None, float | None],
         strength: float,
         restart: int | None,
+        sigma_range: tuple[float | None, float | None],
     ) -> StepTable:
-        options = self._options(sampler)
-        options = replace(
-            options, spacing=spacing or options.spacing, sigma_schedule=sigma_schedule or options.sigma_schedule
-        )
         return options.compile(
             self.schedule, num_steps, eta=eta, strength=strength, restart=restart, sigma_range=sigma_range
         )
 
-    def _options(self, sampler: str) -> TableOptions:
+    def _read_options(self, sampler: str) -> TableOptions:
         """Options of ``sampler`` as diffusers' pipeline of the model's family reads the scheduler's configuration."""
         config = self._scheduler_config
         if self.info.family not in STABLE_DIFFUSION:

@@ -44,7 +44,7 @@ class ImageBatch:
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
         """Copy the latents and histories of ``tasks`` out of their slots, with two transfers for all indices."""
-        guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
+        guided = tuple(index for index, task in enumerate(tasks) if task.rows_now == 2)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
         sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
         indices = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]
@@ -97,7 +97,7 @@ LatentShape = tuple[int, int, int]
 class LatentPool:
     """One float32 tensor of latents (slots, C, h, w) and one of histories (slots, HISTORY, C, h, w) per latent shape.
 
-    Slots are numbered across shapes by the scheduler's ``SlotTable``; what a shape has is reserved, or grows to
+    Slots are numbered across shapes by the scheduler's ``SlotQueue``; what a shape has is reserved, or grows to
     the next power of two above the highest slot that used it; :meth:`keep_only` drops it when many have come and gone.
     Latents are in sigma coordinates (noise std over unit signal).
     """

@@ -53,7 +53,7 @@ class CostCurve:
     def observe(self, num_rows: int, wall_s: float) -> None:
         """Record that a call of ``num_rows`` rows took ``wall_s``."""
         old = self._seconds.get(num_rows)
-        new = self._seconds[num_rows] = followed(old, wall_s)
+        new = self._seconds[num_rows] = updated_estimate(old, wall_s)
         if old is None or abs(new - old) > 0.02 * old:
             self._covers.clear()
 
@@ -66,20 +66,20 @@ class CostCurve:
         nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
-    def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
+    def cover(self, num_rows: int, max_rows: int = NO_LIMIT) -> tuple[int, ...]:
         """Return the bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programming).
 
-        ``most`` is the number of rows for which a call has memory; the smallest bucket is used in any case.
+        ``max_rows`` is the number of rows for which a call has memory; the smallest bucket is used in any case.
         """
         if self.is_alone:
             return self.buckets[:1] * num_rows
         if not self.is_exact:
-            return tuple(min(most, num_rows - start) for start in range(0, num_rows, most))
-        if (num_rows, most) not in self._covers:
-            self._covers[num_rows, most] = self._cheapest_cover(num_rows, most)
-        return self._covers[num_rows, most]
+            return tuple(min(max_rows, num_rows - start) for start in range(0, num_rows, max_rows))
+        if (num_rows, max_rows) not in self._covers:
+            self._covers[num_rows, max_rows] = self._cheapest_cover(num_rows, max_rows)
+        return self._covers[num_rows, max_rows]
 
-    def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
+    def calls(self, num_rows: int, max_rows: int = NO_LIMIT) -> list[tuple[int, int, int]]:
         """Assign ``num_rows`` rows to calls and return (start, stop, bucket) of each; for calls that will be made.
 
         The calls are those of ``cover``, but a bucket that was passed over ``RETRY_EVERY`` times is included whatever
@@ -87,13 +87,13 @@ class CostCurve:
         """
         if self.is_alone:
             return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
-        cover = self.cover(num_rows, most)
+        cover = self.cover(num_rows, max_rows)
         if self.is_exact:
-            filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, most)}
+            filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, max_rows)}
             self._passed_over.update(filled.difference(cover))
-            tired = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
-            if tired is not None:
-                cover = tuple(sorted((tired, *self.cover(num_rows - tired, most)), reverse=True))
+            overdue = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
+            if overdue is not None:
+                cover = tuple(sorted((overdue, *self.cover(num_rows - overdue, max_rows)), reverse=True))
             for size in cover:
                 del self._passed_over[size]
         return split(num_rows, cover)
@@ -114,22 +114,22 @@ class CostCurve:
         """Return the estimated seconds of ``num_rows`` rows, in the calls that hold them."""
         return sum(self.seconds(bucket) for bucket in self.cover(num_rows))
 
-    def knee(self, limit: int, gain: float = KNEE_GAIN, beside_s: float = 0.0) -> int:
+    def knee(self, limit: int, gain: float = KNEE_GAIN, overhead_s: float = 0.0) -> int:
         """Return the smallest number of rows whose cost per row is within ``gain`` of the best, from 2 to ``limit``.
 
-        ``beside_s`` is the time of a tick outside its call, which is shared by its rows.
+        ``overhead_s`` is the time of a tick outside its call, which is shared by its rows.
         """
         if self.is_alone:
             return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
             return max(2, min(limit, self.buckets[-1]))
-        a_row_s = {size: (self._seconds[size] + beside_s) / size for size in sizes}
+        a_row_s = {size: (self._seconds[size] + overhead_s) / size for size in sizes}
         best = gain * min(a_row_s.values())
         return max(2, min(size for size in sizes if a_row_s[size] <= best))
 
 
-def followed(old_s: float | None, wall_s: float) -> float:
+def updated_estimate(old_s: float | None, wall_s: float) -> float:
     """Return the estimate of a duration, ``old_s`` before, after a measurement of ``wall_s``.
 
     A faster measurement moves the estimate by half the difference, as nothing is fast by accident. A slower one moves
@@ -155,22 +155,22 @@ class KneeCap:
     corrected.
 
     Attributes:
-        beside_s: Seconds of a tick outside its calls, as far as known; half as many rows need twice as many ticks.
+        overhead_s: Seconds of a tick outside its calls, as far as known; half as many rows need twice as many ticks.
     """
 
     def __init__(self, most_rows: int, policy: str) -> None:
         self._most_rows = most_rows
         self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
-        self._num_asked = 0
-        self.beside_s: float | None = None
+        self._num_ticks = 0
+        self.overhead_s: float | None = None
 
     def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
         """Return the cap for one tick. Without ``may_probe`` it is the knee, and the tick is not counted."""
-        knee = curve.knee(self._most_rows, self._gain, self.beside_s or 0.0)
+        knee = curve.knee(self._most_rows, self._gain, self.overhead_s or 0.0)
         if not may_probe:
             return knee
-        self._num_asked += 1
-        return min(2 * knee, self._most_rows) if self._num_asked % PROBE_EVERY == 0 else knee
+        self._num_ticks += 1
+        return min(2 * knee, self._most_rows) if self._num_ticks % PROBE_EVERY == 0 else knee
 
 
 FIRST_PAUSE_S: Final = 30.0
@@ -202,10 +202,10 @@ class RowCaps:
         cap = self._caps.get(group)
         if cap is None:
             return self._room(group)
-        learnt = 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
-        return min(learnt, self._room(group))
+        num_rows = 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
+        return min(num_rows, self._room(group))
 
-    def ran_out(self, group: GroupKey, num_rows: int) -> None:
+    def record_out_of_memory(self, group: GroupKey, num_rows: int) -> None:
         """Record that a call of ``num_rows`` ran out of memory."""
         pause_s = FIRST_PAUSE_S
         cap = self._caps.pop(group, None)
@@ -215,7 +215,7 @@ class RowCaps:
         if len(self._caps) > GROUPS_KEPT:
             self._caps.popitem(last=False)
 
-    def ran(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
+    def record_call(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
         """Record that a call of ``num_rows`` rows succeeded; the limit ends if that is ``most_rows``."""
         cap = self._caps.get(group)
         if cap is None or num_rows <= cap.num_rows:

@@ -54,7 +54,7 @@ class CompiledGroups:
         packages: Stored compiled calls, ``None`` if compilation is off.
         graphs: Recordings of calls, compiled or not; ``None`` if calls are not recorded.
         is_measured: Whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
-            path is chosen once (see ``unet_paths``).
+            path is chosen once (see ``PathChooser``).
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
@@ -98,10 +98,6 @@ class CompiledGroups:
         """Whether new images use ``group``, which is compiled."""
         return group in self._proven
 
-    def is_doubted(self, group: GroupKey) -> bool:
-        """Whether the last comparison was inconclusive and will be repeated."""
-        return group in self._doubted
-
     def is_new(self, group: GroupKey, now_s: float) -> bool:
         """Whether to look for packages of ``group``: at first, after new ones were made, or to compare again."""
         if self.packages is None:
@@ -122,7 +118,7 @@ class CompiledGroups:
         if self._compiled is not None and not self._compiled.packages.is_empty:
             loaded = self._compiled.load(kind(), sizes)
         if self._compiler is not None and len(loaded) < len(sizes) and group not in self._done:
-            self._compiler.want(group, sizes)  # only once, as a package that fails to load will fail again
+            self._compiler.enqueue(group, sizes)  # only once, as a package that fails to load will fail again
         return loaded
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
@@ -152,7 +148,7 @@ class CompiledGroups:
 
     def doubt(self, group: GroupKey, now_s: float) -> None:
         """Record that it is unclear whether ``group`` is faster."""
-        logger.info("beside other work it was not clear whether compiled calls are faster, so it is looked at again")
+        logger.info("other load hid whether compiled calls are faster, so they are measured again later")
         self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:
@@ -187,8 +183,8 @@ def compiles_in_background(model: DiffusionModel, config: EngineConfig) -> bool:
 
     On CUDA that is the default. On an H200 compiled calls of 16 rows save 12 % of SDXL's time and 32 % of SD 1.5's.
     """
-    is_wanted = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
-    return is_wanted and not is_deterministic(model, config)
+    is_on = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
+    return is_on and not is_deterministic(model, config)
 
 
 def check(
@@ -250,17 +246,17 @@ def prove(
     least_s: dict[int, tuple[float, float]] = {}
 
     def pair(size: int) -> Generator[None, None, None]:
-        wanted_s = network(range(size), counts[0]).wall_s
+        plain_s = network(range(size), counts[0]).wall_s
         yield
-        got_s = compiled(range(size), counts[0]).wall_s
+        wall_s = compiled(range(size), counts[0]).wall_s
         yield
-        curve.observe(size, wanted_s)
-        ratios[size].append(got_s / wanted_s)
-        network_s, compiled_s = least_s.get(size, (wanted_s, got_s))
+        curve.observe(size, plain_s)
+        ratios[size].append(wall_s / plain_s)
+        network_s, compiled_s = least_s.get(size, (plain_s, wall_s))
         for _ in range(REPEATS if len(sizes) > 1 else 0):  # warm, as between two steps
             compiled_s = min(compiled_s, compiled(range(size), counts[0]).wall_s)
             yield
-        least_s[size] = min(network_s, wanted_s), compiled_s
+        least_s[size] = min(network_s, plain_s), compiled_s
 
     for size in (*sizes,) * PAIRS:
         yield from pair(size)
@@ -275,9 +271,9 @@ def prove(
 
     for size in () if is_clear() else (*sizes,) * (MOST_PAIRS - PAIRS):
         yield from pair(size)
-    quieter = median(curve.seconds(size) / network_s for size, (network_s, _) in least_s.items())
-    taken_s = {size: quieter * ours_s for size, (_, ours_s) in least_s.items()}
-    return replace(facts, seconds=taken_s, is_complete=is_clear())
+    scale = median(curve.seconds(size) / network_s for size, (network_s, _) in least_s.items())
+    seconds = {size: scale * compiled_s for size, (_, compiled_s) in least_s.items()}
+    return replace(facts, seconds=seconds, is_complete=is_clear())
 
 
 def _saved(facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> float:

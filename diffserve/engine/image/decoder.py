@@ -13,8 +13,8 @@ from torch import Tensor
 
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import LatentPool
-from diffserve.engine.image.latent_cache import CachedLatents, LatentCache
-from diffserve.engine.image.preparer import kin_of
+from diffserve.engine.image.caches import CachedLatents, LatentCache
+from diffserve.engine.image.preparer import latent_key_of
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import ImageTask, StepPreview, TickOutcome
 from diffserve.engine.image.unet_calls import UNetCaller
@@ -133,10 +133,6 @@ class ImageDecoder:
                 preview = self._previews.pop(task)
                 outcome.previews[task] = StepPreview(preview.num_steps, preview.decoded.picture(preview.index))
 
-    def try_once(self, latents: Tensor) -> None:
-        """Decode ``latents`` (C, h, w) and discard the image."""
-        self.pictures(latents[None]).picture(0)
-
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
         started_s = self.clock()
         try:
@@ -170,8 +166,8 @@ class ImageDecoder:
             if latents is not None and self._wants_latents(task):
                 outcome.latents[task] = latents
             if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
-                self.cache.put(
-                    kin_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
+                self.cache.put_latents(
+                    latent_key_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
                 )
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
@@ -179,8 +175,9 @@ class ImageDecoder:
 
     def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
         """Fetch the finished latents if the request or the latent cache needs them."""
-        is_wanted = task.live.request.return_latents or task.loaded_state.embedding is not None
-        return self._caller.with_room(lambda: fetch(latents[index])) if is_wanted else None
+        if not (self._wants_latents(task) or task.loaded_state.embedding is not None):
+            return None
+        return self._caller.with_room(lambda: fetch(latents[index]))
 
     def _wants_latents(self, task: ImageTask) -> bool:
         return task.live.request.return_latents
@@ -191,7 +188,7 @@ class ImageDecoder:
 
     def _plan(self, num_images: int, height: int, width: int) -> DecodePlan:
         num_images = 1 if self.is_alone else num_images
-        most_cells = self._room.picture_cells(num_images * height, width)
+        most_cells = self._room.decodable_cells(num_images * height * width)
         tile_share = min(1.0, self.tile_px / (self.model.vae.factor * max(height, width)) or 1.0)
         return plan_decode(num_images, height, width, most_cells=most_cells, tile_share=tile_share)
 
@@ -210,7 +207,7 @@ class ImageDecoder:
             return self._caller.with_room(lambda: self._start(latents))
         except torch.OutOfMemoryError as error:
             without_frames(error)
-        self._caller.ease()
+        self._caller.free_caches()
         if len(latents) > 1:
             raise torch.OutOfMemoryError("no memory to decode pictures together")
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
@@ -224,9 +221,6 @@ class LatentReader(ImageDecoder):
     def pictures(self, latents: Tensor) -> Decoded:
         """Return a gray pixel for each of ``latents``."""
         return Decoded.of(torch.full((len(latents), 1, 1, 3), GRAY, dtype=torch.uint8))
-
-    def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
-        return self._caller.with_room(lambda: fetch(latents[index]))
 
     def _wants_latents(self, task: ImageTask) -> bool:
         return True

@@ -29,11 +29,10 @@ from diffserve.api.types import (
 )
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
-from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.outputs import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.scoring import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
 from diffserve.engine.records import TickBudget, shares
 from diffserve.runtime import DiffusionModel, load_model
@@ -188,7 +187,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
                 num_failed=self._counts["failed"],
                 busy_s=self._busy_s,
                 results=self.scheduler.results.stats,
-                latents=self.runners.kept.stats,
+                latents=self.runners.latent_cache.stats,
                 num_lanes=self.scheduler.slots.num_slots,
                 num_loras=self.runners.loras.num_kept,
                 lora_bytes=self.runners.loras.num_bytes,
@@ -245,8 +244,6 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         requests = [request] if isinstance(request, GenerationRequest) else list(request)
         sized = [Sized.of(each, self.info) for each in requests]
         histories = self._answer([each.request for each in sized])
-        for history in histories:
-            raise_if_failed(history[-1])
         results: list[ImageResult] = []
         for each, history in zip(sized, histories, strict=True):
             painted = [event.result for event in map(each.deliver, history) if isinstance(event, Painted)]
@@ -297,11 +294,8 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         with self._ticking:
             return self.runners.study(has_arrived=has_arrived)
 
-    def admitted(self, request: GenerationRequest) -> LiveRequest:
-        """Return ``request`` validated and resolved, for a caller that runs a stage of it in another process."""
-        return self._admit(request)
-
-    def _admit(self, request: GenerationRequest) -> LiveRequest:
+    def admit(self, request: GenerationRequest) -> LiveRequest:
+        """Validate and resolve ``request``; raise InvalidRequest if it is not acceptable."""
         return self._admission.admit(request, self.clock())
 
     def _enter(self, order: GenerationRequest, *, is_followed: bool) -> str:
@@ -309,9 +303,9 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         with self._lock:
             live = self._inbox.get(request_id)
             if live is not None and live.settings.loras:
-                live.reading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
+                live.lora_loading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
             if live is not None and live.settings.controlnets:
-                live.mapping = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
+                live.control_loading = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
         return request_id
 
     def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
@@ -320,7 +314,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
 
     def _is_ready(self, live: LiveRequest) -> bool:
         """Return whether adapters and ControlNets are read; errors of reading are raised in preparation."""
-        if all(job is None or job.done() for job in (live.reading, live.mapping)):
+        if all(job is None or job.done() for job in (live.lora_loading, live.control_loading)):
             return True
         return self.clock() - live.submitted_s >= (live.request.deadline_s or math.inf)
 
@@ -378,7 +372,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             return
         uncontrolled = (plan.group, plan.group._replace(is_shallow=True))
         controlled = (control_groups(task, plan.group) for task in plan.rows if task.state is not None)
-        unmeasured = filter(self.runners.is_wanted, (*uncontrolled, *itertools.chain.from_iterable(controlled)))
+        unmeasured = filter(self.runners.is_unmeasured, (*uncontrolled, *itertools.chain.from_iterable(controlled)))
         group = next(unmeasured, None)
         if group is None:
             return
@@ -428,7 +422,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             is_pure = not tick.num_prepared and not tick.num_decoded
             self._steps.add(tick.num_rows, tick.wall_s if is_pure else None)
             if is_pure:
-                self.runners.groups.learn_beside(tick.wall_s - sum(call.wall_s for call in tick.calls))
+                self.runners.groups.record_overhead(tick.wall_s - sum(call.wall_s for call in tick.calls))
         self._owed_s += tick.wall_s - charged_s
         self._counts.update(
             steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)

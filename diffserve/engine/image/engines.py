@@ -135,10 +135,10 @@ class ImageEngines:
     @property
     def is_awaited(self) -> bool:
         """Whether a model that is not loaded is needed."""
-        return any(entry.waiting or entry.is_wanted for entry in self._entries.values())
+        return any(entry.waiting or entry.is_requested for entry in self._entries.values())
 
     @property
-    def rest_s(self) -> float | None:
+    def next_wakeup_s(self) -> float | None:
         """Seconds until there may be work without a new request; ``None`` if there will be none."""
         return LOAD_POLL_S if self._loading.is_running else self._loading.unload_in_s
 
@@ -187,7 +187,7 @@ class ImageEngines:
             self._events.append(Queued(request_id=request.request_id, queue_position=len(entry.waiting)))
             entry.waiting[request.request_id] = WaitingRequest(request, self._clock())
 
-    def want(self, name: str) -> Engine | None:
+    def request_engine(self, name: str) -> Engine | None:
         """Return the engine of a model, or ``None`` and load the model.
 
         Raises ``ModelNotFound``, and for 30 seconds the error of a failed load.
@@ -196,14 +196,14 @@ class ImageEngines:
         with self._lock:
             if entry.engine is None:
                 self._check_waiting(entry)
-                entry.is_wanted = True
+                entry.is_requested = True
             entry.used_s = self._clock()
             return entry.engine
 
     def is_loading(self, name: str) -> bool:
-        """Return whether a model passed to ``want`` is still being loaded."""
+        """Return whether a model passed to ``request_engine`` is still being loaded."""
         entry = self._of(name)
-        return entry.engine is None and entry.is_wanted
+        return entry.engine is None and entry.is_requested
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request; see ``Engine.cancel``."""
@@ -294,7 +294,7 @@ class ImageEngines:
                 self._expire(entry)
             if entry.waiting and entry.engine is not None:
                 self._hand_over(entry, entry.engine)
-            elif entry.engine is None and (entry.waiting or entry.is_wanted) and not self._loading.is_running:
+            elif entry.engine is None and (entry.waiting or entry.is_requested) and not self._loading.is_running:
                 self._add_events(self._loading.begin(entry))
         self._loading.unload_idle()
 

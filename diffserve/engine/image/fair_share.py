@@ -1,4 +1,4 @@
-"""Fair sharing of UNet work between clients and between the two priorities (no torch).
+"""Fair sharing of UNet work and latent slots between clients and between the two priorities (no torch).
 
 ``FairShare`` is start-time fair queueing (Goyal et al. 1996) between the clients of one priority. ``PriorityShare``
 runs interactive images first, guarantees batch images a share of the work, and limits saturating clients.
@@ -6,14 +6,17 @@ runs interactive images first, guarantees batch images a share of the work, and 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from diffserve.api.types import PRIORITIES, Priority
 from diffserve.engine.image.policy import TickCosts, TickLoad
 from diffserve.engine.image.task import ImageTask, LiveRequest
+from diffserve.engine.records import Stage
 
 Order = Callable[[ImageTask], float]
 Line = tuple[str, Priority]
@@ -155,11 +158,6 @@ class PriorityShare:
         self._owed = 0.0
         self._saturating: set[Line] = set()  # lines limited in the latest tick
 
-    @property
-    def is_contested(self) -> bool:
-        """Whether there is work of both priorities."""
-        return all(share.is_active for share in self._shares.values())
-
     def copy(self, newcomers: Iterable[LiveRequest] = (), *, owes_batch: bool = True) -> PriorityShare:
         """Return a copy for a simulation, which ``newcomers`` have joined.
 
@@ -247,7 +245,7 @@ class PriorityShare:
         work, batch_work = (sum(task.cost_now for task in part) for part in (tasks, parts[1]))
         owed_work = self._owed + BATCH_SHARE * work - batch_work
         # batch work that used idle capacity is paid back by at most one tick
-        self._owed = max(owed_work, -work) if self.is_contested else 0.0
+        self._owed = max(owed_work, -work) if all(share.is_active for share in self._shares.values()) else 0.0
 
     def charge(self, task: ImageTask, cost: float) -> None:
         """Charge ``cost`` of work to the client of ``task``."""
@@ -260,3 +258,133 @@ class PriorityShare:
         for task in tasks:
             parts[task.live.request.priority].append(task)
         return parts["interactive"], parts["batch"]
+
+
+SLOTS_PER_FREE_SLOT: Final = 7
+"""A client may take another slot while it holds fewer than this many for each slot that is free."""
+
+SLOTS_PER_RESERVED_SLOT: Final = 8
+"""One slot, and one more for each of this many, is reserved beyond ``max_lanes`` for clients that hold none."""
+
+RESERVED_SLOT_FRACTION: Final = 0.25
+"""Fraction of the unreserved slots that batch images leave free, unless no batch image holds a slot."""
+
+
+class ImageQueue:
+    """Images that wait for a slot: one heap for each line, ordered by key and then by arrival."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[Line, list[tuple[float, int, ImageTask]]] = {}
+
+    def __iter__(self) -> Iterator[ImageTask]:
+        return (task for heap in self._heaps.values() for _, _, task in heap if _is_waiting(task))
+
+    def add(self, task: ImageTask, key: float, arrival: int) -> None:
+        """Add ``task``; ``arrival`` is its number in the order of arrival."""
+        heapq.heappush(self._heaps.setdefault(task.live.line, []), (key, arrival, task))
+
+    def heads(self, order: Order) -> list[ImageTask]:
+        """Return the next image of every line, after dropping images that no longer wait.
+
+        Args:
+            order: Returns the current key of an image, never smaller than when the image was added.
+        """
+        for line, heap in list(self._heaps.items()):
+            while heap and (not _is_waiting(heap[0][2]) or order(heap[0][2]) > heap[0][0]):
+                key, arrival, task = heapq.heappop(heap)
+                if _is_waiting(task):
+                    heapq.heappush(heap, (max(key, order(task)), arrival, task))
+            if not heap:
+                del self._heaps[line]
+        return [heap[0][2] for heap in self._heaps.values()]
+
+    def take(self, line: Line) -> tuple[ImageTask, int]:
+        """Remove the next image of ``line`` and return it with its arrival number."""
+        _, arrival, task = heapq.heappop(self._heaps[line])
+        return task, arrival
+
+
+def _is_waiting(task: ImageTask) -> bool:
+    return task.stage is Stage.WAITING and task.slot is None
+
+
+class SlotQueue:
+    """Assigns slots to waiting images in fair order; the lowest free slot comes first, so that pools stay small.
+
+    Args:
+        max_slots: Slots that any client may hold.
+        max_per_tick: Images that may get a slot in one tick.
+        share: The fair shares of clients and priorities.
+
+    Attributes:
+        num_reserved: Further slots for clients that hold none, so that one client cannot keep the others out.
+    """
+
+    def __init__(self, max_slots: int, max_per_tick: int, share: PriorityShare) -> None:
+        self.num_slots = max_slots
+        self.num_reserved = 1 + max_slots // SLOTS_PER_RESERVED_SLOT
+        self.waiting = ImageQueue()
+        self._free = list(range(self.num_slots + self.num_reserved))  # a heap
+        self._max_per_tick = max_per_tick
+        self._share = share
+        self._holders: dict[ImageTask, int] = {}  # arrival numbers, in order of admission
+        self._arrivals = itertools.count()
+
+    @property
+    def num_free(self) -> int:
+        """Free slots that any client may take."""
+        return max(0, len(self._free) - self.num_reserved)
+
+    @property
+    def holders(self) -> tuple[ImageTask, ...]:
+        """Images that hold a slot, in order of admission."""
+        return tuple(self._holders)
+
+    def add(self, task: ImageTask, key: float) -> None:
+        """Queue a new image with its current ``key``."""
+        self.waiting.add(task, key, next(self._arrivals))
+
+    def assign(self, order: Order) -> Iterator[ImageTask]:
+        """Assign slots to the next images and yield these; ``order`` is the key within a client."""
+        num_held = Counter(task.live.line for task in self._holders)
+        num_batch = sum(task.live.request.priority == "batch" for task in self._holders)
+        for _ in range(self._max_per_tick):
+            num_left = len(self._free)
+            limit = SLOTS_PER_FREE_SLOT * num_left if self.num_free else min(1, num_left)
+            heads = [task for task in self.waiting.heads(order) if num_held[task.live.line] < limit]
+            heads = [task for task in heads if self._is_allowed(task, num_batch)]
+            if not heads:
+                return
+            if len(heads) > 1:
+                heads = [task for task in self._share.in_order((*self._holders, *heads), order) if task.slot is None]
+            task, arrival = self.waiting.take(heads[0].live.line)
+            task.slot = heapq.heappop(self._free)
+            self._holders[task] = arrival
+            num_held[task.live.line] += 1
+            num_batch += task.live.request.priority == "batch"
+            yield task
+
+    def _is_allowed(self, task: ImageTask, num_batch: int) -> bool:
+        """Return whether ``task`` may take a slot while ``num_batch`` batch images hold one."""
+        if task.live.request.priority == "interactive" or not num_batch:
+            return True
+        return self.num_free > int(RESERVED_SLOT_FRACTION * self.num_slots)
+
+    def postpone(self, task: ImageTask, key: float) -> None:
+        """Return ``task`` to its old position in the queue and free its slot."""
+        arrival = self._holders[task]
+        self.release(task)
+        self.waiting.add(task, key, arrival)
+
+    def release(self, task: ImageTask) -> None:
+        """Free the slot of ``task``, if it has one."""
+        if task.slot is not None:
+            del self._holders[task]
+            heapq.heappush(self._free, task.slot)
+            task.slot = None
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` unless every slot is either free or held, and only once."""
+        slots = [*self._free, *(task.slot for task in self._holders)]
+        expected_slots = range(self.num_slots + self.num_reserved)
+        assert Counter(slots) == Counter(expected_slots), f"slots are lost or held twice: {sorted(self._free)} are free"

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from diffserve.api.pace import PauseDetector
 from diffserve.api.types import Event, Progress, Queued
+from diffserve.engine.image.caches import SharedImages
 from diffserve.engine.image.fair_share import MAX_SLOWDOWN, Line, Order, PriorityShare
 from diffserve.engine.image.policy import TickCosts
-from diffserve.engine.image.result_cache import SharedImages
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
 

@@ -19,7 +19,7 @@ from diffserve.api.errors import DiffserveError, InsufficientMemory, ModelLoadEr
 from diffserve.api.types import Event, GenerationRequest, ModelInfo, ModelProfile
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.room import said_bytes
+from diffserve.engine.image.room import format_bytes
 from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
@@ -79,7 +79,7 @@ class ModelEntry:
 
     Attributes:
         waiting: Requests that wait for the model, by id.
-        is_wanted: Whether the model is to be loaded for something other than a request.
+        is_requested: Whether the model is to be loaded for something other than a request.
         clock_s: Virtual time of the model among the loaded ones.
         last_turn: Number of the tick that served it last.
         used_s: When it last had work.
@@ -92,7 +92,7 @@ class ModelEntry:
     info: ModelInfo | None = None
     engine: Engine | None = None
     waiting: dict[str, WaitingRequest] = field(default_factory=dict)
-    is_wanted: bool = False
+    is_requested: bool = False
     clock_s: float = 0.0
     last_turn: int = 0
     used_s: float = 0.0
@@ -227,12 +227,12 @@ class ModelLoading:
             entry.survey, entry.info, entry.error = loaded, entry.info or loaded.info, None
             return
         engine = Engine(loaded, self._config, profile=entry.profile, pool=self._pool_for(loaded), clock=self._clock)
-        logger.info("%s is loaded: %s in %.1f s", entry.name, said_bytes(engine.info.weights_bytes), load_s)
+        logger.info("%s is loaded: %s in %.1f s", entry.name, format_bytes(engine.info.weights_bytes), load_s)
         give_memory_back(loaded.device)  # of parts that were replaced by shared ones
         give_heap_back()
         with self._lock:
             entry.engine, entry.info, entry.error, entry.used_s = engine, engine.info, None, self._clock()
-            entry.is_wanted = False
+            entry.is_requested = False
         self.num_changes += 1
 
     def _pool_for(self, model: DiffusionModel) -> PagePool | None:
@@ -253,7 +253,7 @@ class ModelLoading:
             entry.error = (InsufficientMemory if is_full else ModelLoadError)(message)
             entry.failed_s = self._clock()
             entry.survey = None  # its files may have changed by the next attempt
-            waiting, entry.waiting, entry.is_wanted = entry.waiting, {}, False
+            waiting, entry.waiting, entry.is_requested = entry.waiting, {}, False
             self.num_changes += 1
             return [FailureReason(entry.error.code, message).of(request_id) for request_id in waiting]
 
@@ -265,11 +265,11 @@ class ModelLoading:
             return
         idle = sorted((other for other in self._entries if other.is_idle), key=lambda other: other.used_s)
         idle_bytes = sum(other.info.weights_bytes for other in idle if other.info)
-        logger.info("%s takes %s with a step, %s are free", entry.name, said_bytes(needs), said_bytes(free))
+        logger.info("%s takes %s with a step, %s are free", entry.name, format_bytes(needs), format_bytes(free))
         if free + idle_bytes < needs:
             busy = [other.name for other in self._entries if other.engine is not None and not other.is_idle]
             raise InsufficientMemory(
-                f"{entry.name} takes {said_bytes(needs)} with a step, and {said_bytes(free + idle_bytes)} are free"
+                f"{entry.name} takes {format_bytes(needs)} with a step, and {format_bytes(free + idle_bytes)} are free"
                 + (f" beside {', '.join(busy)}, at work: try again later" if busy else "")
                 + "; choose a smaller model or dtype, or set engine.offload."
             )
@@ -291,7 +291,7 @@ class ModelLoading:
         gc.collect()
         give_memory_back(device)
         give_heap_back()
-        logger.info("%s is unloaded, %s: %s", entry.name, reason, said_bytes(num_bytes))
+        logger.info("%s is unloaded, %s: %s", entry.name, reason, format_bytes(num_bytes))
         self.num_changes += 1
         return True
 

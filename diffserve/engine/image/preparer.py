@@ -15,8 +15,16 @@ from diffserve.api.micro_conditioning import PLAIN
 from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import Picture
 from diffserve.engine.image.batch import LatentPool
-from diffserve.engine.image.latent_cache import LatentCache, skip_of
-from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
+from diffserve.engine.image.caches import LatentCache, skip_of
+from diffserve.engine.image.state import (
+    ActiveControl,
+    ImageState,
+    InpaintInputs,
+    NoiseStream,
+    RefinerInputs,
+    Variation,
+    draw_noise,
+)
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_store import ControlNetStore
@@ -55,7 +63,7 @@ class Preparer:
         self.conditioner = conditioner
         self.refiner = refiner
         self.pool = pool
-        self.kept = latent_cache
+        self.latent_cache = latent_cache
         self.loras = loras
         self.controlnets = controlnets
 
@@ -69,7 +77,8 @@ class Preparer:
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
         try:
-            self.conditioner.precompute(self._texts(task) for task in tasks if _reads_as_all(task))
+            plain_tasks = [task for task in tasks if not task.settings.loras and task.settings.clip_skip == 1]
+            self.conditioner.precompute(self._texts(task) for task in plain_tasks)
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
@@ -97,7 +106,7 @@ class Preparer:
         Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
         """
         settings = task.settings
-        loras = self.loras.take(settings.loras, task.live.reading) if settings.loras else None
+        loras = self.loras.take(settings.loras, task.live.lora_loading) if settings.loras else None
         conditioning = self.conditioner.condition(
             *self._texts(task),
             width_px=settings.width_px,
@@ -109,7 +118,7 @@ class Preparer:
             controls = tuple(self._controls(task))
             texts = self._embeddings(task, conditioning, loras) if controls else None
             refined = None if settings.switch_row is None else self._refined(task)
-            task.state = self._paint_ground(task, conditioning)
+            task.state = self._start_state(task, conditioning)
             task.state.controls, task.state.texts = controls, texts
         except BaseException:
             conditioning.close()
@@ -129,7 +138,7 @@ class Preparer:
         num_tokens = conditioner.model.text.window_tokens if mixes else conditioning.num_tokens
         return GroupKey(settings.height_px, settings.width_px, num_tokens)
 
-    def _refined(self, task: ImageTask) -> Refined:
+    def _refined(self, task: ImageTask) -> RefinerInputs:
         """Return the conditioning of the refiner. Raises PoolBusy."""
         assert self.refiner is not None
         settings, model = task.settings, self.refiner.model
@@ -140,7 +149,7 @@ class Preparer:
             reading=TextReading(clip_skip=settings.clip_skip),
         )
         task.refined_group = self._group(task, self.refiner, conditioning)._replace(is_refined=True)
-        return Refined(conditioning, self._time_ids(task, model))
+        return RefinerInputs(conditioning, self._time_ids(task, model))
 
     @staticmethod
     def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
@@ -152,16 +161,16 @@ class Preparer:
         rows = [(micro or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
         return send(torch.tensor(rows, dtype=torch.float32), model.device)
 
-    def _controls(self, task: ImageTask) -> Iterator[HeldControl]:
+    def _controls(self, task: ImageTask) -> Iterator[ActiveControl]:
         """Yield the ControlNets of ``task``, each with its encoded control map."""
         controls = task.settings.controlnets
         if not controls:
             return
-        reading = task.live.mapping or self.controlnets.begin(controls, task.live.request.control_images)
-        for control, (network, pixels) in zip(controls, reading.result(), strict=True):
+        loading = task.live.control_loading or self.controlnets.begin(controls, task.live.request.control_images)
+        for control, (network, pixels) in zip(controls, loading.result(), strict=True):
             self.controlnets.keep(network)
             hint = network.hint((torch.tensor(pixels).float() / 255.0).movedim(2, 0))  # of (3, H, W)
-            yield HeldControl(network, hint, control.scale)
+            yield ActiveControl(network, hint, control.scale)
 
     def _embeddings(self, task: ImageTask, conditioning: AnyConditioning, loras: LoRASet | None) -> Conditioning:
         """Return text embeddings for ControlNets, encoded again where the UNet reads pages."""
@@ -178,7 +187,7 @@ class Preparer:
         request = task.live.request
         return request.prompt, request.negative_prompt if task.settings.guided.any() else None
 
-    def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
+    def _start_state(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """Create the image state and write its start latent to its slot."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
@@ -215,7 +224,7 @@ class Preparer:
         if threshold is None:
             return None
         embedding = self.model.text.embedding(task.live.request.prompt).cpu().numpy()
-        similar = self.kept.nearest(kin_of(task), embedding, threshold)
+        similar = self.latent_cache.nearest(latent_key_of(task), embedding, threshold)
         settings = task.live.settings
         if similar is not None:
             settings = settings.shorter[skip_of(similar.similarity, threshold)]
@@ -243,7 +252,7 @@ class Preparer:
         assert latents is not None
         for stream in state.streams:  # diffusers encodes it unused
             self._draw_posterior(stream, state)
-        return replace(state, repaint=Repaint(cells, latents, noise)), start
+        return replace(state, repaint=InpaintInputs(cells, latents, noise)), start
 
     def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
         """(C, h, w) of ``pixels`` (H, W, 3), by a draw of the image's seed; that of its variation draws in step."""
@@ -258,12 +267,7 @@ class Preparer:
         return draw_noise([state], self.model.device)[0]
 
 
-def _reads_as_all(task: ImageTask) -> bool:
-    """Whether the texts of ``task`` are read without adapters and with the default ``clip_skip``."""
-    return not task.settings.loras and task.settings.clip_skip == 1
-
-
-def kin_of(task: ImageTask) -> Hashable:
+def latent_key_of(task: ImageTask) -> Hashable:
     """Return the key of images that may start from each other's latents.
 
     It holds size, negative prompt, and everything that affects image quality: steps, guidance, step savings and

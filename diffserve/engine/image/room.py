@@ -64,10 +64,10 @@ class Room:
         """Activation sizes from a dry run of the networks, which takes seconds at a model's first start."""
         return Activations.of(self.model, self._config, DiskCache.at(self._config.cache_dir))
 
-    def know(self) -> None:
+    def prepare(self) -> None:
         """Run the dry run now if a large request would need it."""
         side_px = self.model.info.max_side_px
-        self._picture_cells(self._cells(side_px, side_px))
+        self.decodable_cells(self._cells(side_px, side_px))
         self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)
 
     def rows(self, group: GroupKey) -> int:
@@ -76,10 +76,6 @@ class Room:
             self._looked_s = self._clock()
             self._now_bytes = self._look()
         return max(1, self._rows(group, self._now_bytes))
-
-    def picture_cells(self, height: int, width: int) -> int:
-        """Return how many latent cells one call may decode; any number from ``height * width`` on means all of them."""
-        return self._picture_cells(height * width)
 
     def check(
         self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False, is_controlled: bool = False
@@ -97,8 +93,8 @@ class Room:
         share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
         width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
         smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
-        problem = f"{width_px}x{height_px} px takes {said_bytes(need)} of memory beside the weights, "
-        problem += f"there are {said_bytes(free)}"
+        problem = f"{width_px}x{height_px} px takes {format_bytes(need)} of memory beside the weights, "
+        problem += f"there are {format_bytes(free)}"
         check(need <= free, f"{problem}: {smaller}{self._further_ways()}.", "size", "invalid_size")
 
     @cached_property
@@ -154,8 +150,8 @@ class Room:
         shapes = residual_shapes(self.model.unet.network, height_px // factor, width_px // factor)
         return 3.0 * self.model.dtype.itemsize * sum(map(math.prod, shapes))
 
-    def _picture_cells(self, num_cells: int) -> int:
-        """Return the number of cells that may be decoded at once; ``num_cells`` if all of them may."""
+    def decodable_cells(self, num_cells: int) -> int:
+        """Return how many of ``num_cells`` latent cells one call may decode."""
         free = self._first_bytes
         if free is None or self._margin * num_cells * self._bound.picture_cell_bytes <= free:
             return num_cells
@@ -178,6 +174,6 @@ class Room:
         return None if left is None else max(0, left)
 
 
-def said_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

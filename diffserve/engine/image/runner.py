@@ -14,9 +14,9 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LatentPool
 from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.caches import LatentCache
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.decoder import ImageDecoder, LatentReader
-from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.shape_groups import Groups, most_rows
@@ -112,10 +112,12 @@ class ImageRunner:
         if self.refiner is not None:
             self.refiner.room.recorded_bytes = self.room.recorded_bytes
         self._experts = (base,) if self.refiner is None else (base, self.refiner)
-        self.kept = LatentCache(config.latent_cache_bytes)
+        self.latent_cache = LatentCache(config.latent_cache_bytes)
         self.loras = LoRAStore(model, config.lora_bytes)
         refiner = None if self.refiner is None else self.refiner.conditioner
-        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
+        self._preparer = Preparer(
+            model, self.conditioner, self.pool, self.latent_cache, self.loras, self.controlnets, refiner
+        )
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
             model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))
         decoder_class = LatentReader if config.stage == "denoise" else ImageDecoder
@@ -125,7 +127,7 @@ class ImageRunner:
             clock,
             self.caller,
             self.room,
-            self.kept,
+            self.latent_cache,
             is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # on a CPU a shared call saves nothing
             tile_px=config.decode_tile_px,
         )
@@ -139,7 +141,7 @@ class ImageRunner:
         self, width_px: int, height_px: int, is_encoded: bool, is_controlled: bool = False, is_refined: bool = False
     ) -> None:
         """Raise ``InvalidRequest`` for an image that can never fit; ``is_encoded`` if it starts from an image."""
-        for expert in self._experts[: 1 + is_refined] if self._paints else ():
+        for expert in self._experts[: 1 + is_refined] if self._has_unet else ():
             least_rows, is_base = expert.groups.least_rows(width_px, height_px), expert is self._experts[0]
             expert.room.check(
                 width_px, height_px, least_rows, is_encoded=is_encoded, is_controlled=is_controlled and is_base
@@ -150,10 +152,10 @@ class ImageRunner:
         expert, group = self._expert(group)
         return expert.groups.call_s(group, num_rows)
 
-    def is_wanted(self, group: GroupKey) -> bool:
+    def is_unmeasured(self, group: GroupKey) -> bool:
         """Return whether ``group`` is still to be measured."""
         expert, group = self._expert(group)
-        return expert.groups.is_wanted(group)
+        return expert.groups.is_unmeasured(group)
 
     def _expert(self, group: GroupKey) -> tuple[Expert, GroupKey]:
         """Return the expert that makes the calls of ``group``, and the group as that expert names it."""
@@ -166,7 +168,7 @@ class ImageRunner:
         if group is not None:
             expert, group = self._expert(group)
             return expert.groups.study(group)
-        if not self._paints:
+        if not self._has_unet:
             return False
         return any(expert.groups.study(has_arrived=has_arrived) for expert in self._experts) or self._study_texts()
 
@@ -207,7 +209,7 @@ class ImageRunner:
         return GroupKey(height_px, width_px, self.model.text.window_tokens)
 
     @property
-    def _paints(self) -> bool:
+    def _has_unet(self) -> bool:
         """Whether this process has the UNet (see ``engine.stages``)."""
         return not self.model.unet.is_hollow
 
@@ -218,29 +220,25 @@ class ImageRunner:
         Also encodes a text, decodes a latent, reserves all slots of that size, and chooses the number of threads.
         """
         if self.model.text.encodings is None:
-            self._read_a_text(*sizes[0])
-        if self._paints:
-            self._know_calls(sizes)
-        if self._decodes:
+            self._encode_trial_text(*sizes[0])
+        if self._has_unet:
+            self._measure_calls(sizes)
+        if "vae" not in self.model.choice.hollow:
             info, (width_px, height_px) = self.model.info, sizes[0]
             cells = (height_px // info.vae_factor, width_px // info.vae_factor)
-            self.decoder.try_once(torch.zeros((info.latent_channels, *cells)))
+            self.decoder.pictures(torch.zeros((1, info.latent_channels, *cells))).picture(0)
 
-    @property
-    def _decodes(self) -> bool:
-        return "vae" not in self.model.choice.hollow
-
-    def _read_a_text(self, width_px: int, height_px: int) -> None:
-        if self._paints:
+    def _encode_trial_text(self, width_px: int, height_px: int) -> None:
+        if self._has_unet:
             self.conditioner.condition("a", "", width_px=width_px, height_px=height_px).close()
             while self._study_texts():
                 pass
         else:
             self.conditioner.export_encodings("a", "")
 
-    def _know_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
+    def _measure_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
         for expert in self._experts:
-            expert.room.know()
+            expert.room.prepare()
         native, *other_groups = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.prepare_paths(native)
         best = self.groups.best(native)
@@ -249,7 +247,7 @@ class ImageRunner:
         if self.refiner is not None:
             self.refiner.groups.learn(native)
         for group in other_groups:
-            self.groups.known(group)  # else it is measured when there is time
+            self.groups.facts_of(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
         self.pool.reserve((info.latent_channels, *cells), self._num_slots)
@@ -287,7 +285,7 @@ class ImageRunner:
             outcome.prepare_s[task] = together_s + self.clock() - started_s
             for row_group in filter(None, (group, task.refined_group, *control_groups(task, group))):
                 expert, expert_group = self._expert(row_group)
-                expert.groups.known(expert_group)  # else it is measured when there is time
+                expert.groups.facts_of(expert_group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)
@@ -300,16 +298,16 @@ class ImageRunner:
         outcome.task_of_row = {(task.live.request_id, task.image_index): task for task in plan.rows}
         groups = sorted({task.group_now for task in plan.rows})
         pending = [tuple(task for task in plan.rows if task.group_now == group) for group in groups]
-        has_eased = False
+        has_freed_caches = False
         while pending:
             tasks = pending.pop(0)
             try:
                 self._advance_together(tasks, plan, outcome)
             except torch.OutOfMemoryError as error:
                 without_frames(error)
-                if not has_eased:
-                    has_eased = True
-                    self.caller.ease()
+                if not has_freed_caches:
+                    has_freed_caches = True
+                    self.caller.free_caches()
                     pending.insert(0, tasks)
                 elif len(tasks) > 1:
                     middle = len(tasks) // 2
@@ -321,7 +319,7 @@ class ImageRunner:
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
         """Advance ``tasks``, all full or all shallow, by one step; if memory runs out, all are left as they were."""
         expert, group = self._expert(tasks[0].group_now)
-        with expert.groups.beside_calls(group):
+        with expert.groups.between_calls(group):
             batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
         for row, error in errors.items():
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))

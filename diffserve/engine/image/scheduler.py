@@ -11,13 +11,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from diffserve.api.types import Cancelled, Event, ImageFailed, ModelInfo, Painted
-from diffserve.engine.image.fair_share import PriorityShare
+from diffserve.engine.image.caches import CachedImage, SharedImages
+from diffserve.engine.image.fair_share import PriorityShare, SlotQueue
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
-from diffserve.engine.image.outputs import Digests, ImageOutputs
+from diffserve.engine.image.outputs import Digests, ImageOutputs, ImageScores, select_best
 from diffserve.engine.image.policy import POLICIES, TickCosts, TickTime, solo_s
-from diffserve.engine.image.result_cache import CachedImage, SharedImages
-from diffserve.engine.image.scoring import ImageScores, select_best
-from diffserve.engine.image.slots import SlotQueue
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.settings.config import EngineConfig
@@ -56,7 +54,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self.policy = POLICIES[config.policy](config, costs)
         self._share = PriorityShare(2.0 * MAX_LEAD_IMAGES * info.default_num_steps)
         self._queue = SlotQueue(config.max_lanes, config.max_prepares_per_tick, self._share)
-        self.slots = self._queue.table
+        self.slots = self._queue
         self._shared = SharedImages(info, config.result_cache_bytes)
         self.results = self._shared.results
         self._scores = scores or ImageScores(None)
@@ -207,11 +205,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             elif task.stage is Stage.DENOISING:
                 task.is_interrupted = True
                 self._shared.stop_sharing(task)
-        if not live.is_over:
-            return []
-        self._forget(live)
-        best = [] if live.request.best_of is None else [*select_best(live)]
-        return [*best, self._outputs.terminal(live)] if live.num_painted else [Cancelled(request_id=request_id)]
+        events = self._end(live)
+        return events if live.num_painted or not events else [Cancelled(request_id=request_id)]
 
     def position_events(self, now_s: float) -> list[Event]:
         """Return events for requests whose position in the queue has changed or was sent long ago."""
@@ -322,14 +317,17 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _detach(self, task: ImageTask) -> ImageTask:
         """Detach ``task`` from the images that follow it, and return the task to release in its place."""
-        leaver, queued = self._shared.detach(task)
+        leaving, queued = self._shared.detach(task)
         if queued is not None:
             self._queue.add(queued, self._key(queued))
-        return leaver
+        return leaving
 
     def _leave(self, task: ImageTask) -> list[Event]:
         self._release(task)
-        live = task.live
+        return self._end(task.live)
+
+    def _end(self, live: LiveRequest) -> list[Event]:
+        """Remove ``live`` and return its last events, if it is over."""
         if not live.is_over:
             return []
         self._forget(live)
@@ -343,7 +341,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _forget(self, live: LiveRequest) -> None:
         """Remove a request that is over."""
-        live.reading = live.mapping = None
+        live.lora_loading = live.control_loading = None
         if self.live.pop(live.request_id, None) is not None:
             self._share.leave(live)
 

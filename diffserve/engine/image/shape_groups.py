@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from diffserve.api.types import UNetPath
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, followed, split
+from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, split, updated_estimate
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check, is_deterministic, is_worth, prove
+from diffserve.engine.image.compiling import PathChooser
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
-from diffserve.engine.image.unet_paths import PathChooser
 from diffserve.models.controlnets import WORK_SHARE
 from diffserve.models.lora_layers import WHOLE
 from diffserve.runtime import DiffusionModel
@@ -70,7 +70,7 @@ CHECK_LIMIT_DEVICE = 1e15
 """Parameters times latent cells above which the check would take many seconds: there one row fills the machine."""
 
 PAIR_LIMIT_CPU = 2e12
-"""Up to so many it does not fill a CPU, and whether the two rows of a guided picture may share a call is looked at."""
+"""Up to this value one row does not fill a CPU, so calls of the two rows of a guided image are checked."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def most_rows(model: DiffusionModel, config: EngineConfig) -> int:
     return config.max_rows or (MOST_ROWS_CPU if model.device.type == "cpu" else MOST_ROWS_DEVICE)
 
 
-class Known(NamedTuple):
+class CallFacts(NamedTuple):
     """Facts for calls of a group: its cost curve, and thread counts that give the same bytes, the reference first."""
 
     curve: CostCurve
@@ -90,7 +90,7 @@ class Known(NamedTuple):
 class Groups:
     """A :class:`CostCurve` for each group: read from disk, or cautious until it is measured, a UNet call at a time.
 
-    A group that is new is painted at once: row by row where bytes are promised, else a few rows together. ``control``
+    Images of a new group are generated at once: row by row in deterministic mode, else a few rows together. ``control``
     gives a ControlNet by its digest, or raises KeyError.
     """
 
@@ -121,21 +121,21 @@ class Groups:
         if (graphs := self.compiled.graphs) is not None:
             graphs.sizes = () if self.is_deterministic else graph_sizes(self.most_rows)
             room.recorded_bytes = lambda: (graphs.pool_bytes, graphs.num_bytes)
-        self._known: OrderedDict[GroupKey, Known] = OrderedDict()
-        self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
+        self._facts_by_group: OrderedDict[GroupKey, CallFacts] = OrderedDict()
+        self._unmeasured: OrderedDict[GroupKey, Study | None] = OrderedDict()
         width_px, height_px = model.info.good_sizes[0]
         self._native = GroupKey(height_px, width_px, model.text.window_tokens)
         self._first: GroupFacts | None = None
 
     def learn(self, group: GroupKey) -> None:
         """Measure ``group`` now, unless it is measured already."""
-        self.known(group)
-        while group in self._wanted:
+        self.facts_of(group)
+        while group in self._unmeasured:
             self.study(group)
 
-    def is_wanted(self, group: GroupKey) -> bool:
+    def is_unmeasured(self, group: GroupKey) -> bool:
         """Whether ``group`` is still to be measured."""
-        return group in self._wanted
+        return group in self._unmeasured
 
     def study(self, group: GroupKey | None = None, has_arrived: Callable[[], bool] | None = None) -> bool:
         """Make one UNet call to measure ``group``, or the shape that has waited longest.
@@ -148,27 +148,27 @@ class Groups:
             Whether there was something to measure.
         """
         if group is None:
-            group = next(iter(self._wanted), None)
-        if group is None or group not in self._wanted:
+            group = next(iter(self._unmeasured), None)
+        if group is None or group not in self._unmeasured:
             return False
-        going = self._wanted[group]
-        if going is None:
-            going = self._wanted[group] = self._begin(group)
+        measurement = self._unmeasured[group]
+        if measurement is None:
+            measurement = self._unmeasured[group] = self._begin(group)
         if group.control and not self._has(group.control):  # measured when it comes again
-            del self._wanted[group]
-            self._known.pop(group, None)
+            del self._unmeasured[group]
+            self._facts_by_group.pop(group, None)
             return True
         try:
             with nullcontext() if has_arrived is None else interrupted_by(has_arrived):
-                next(going)
+                next(measurement)
         except StopIteration as end:
             self._settle(group, end.value)
         except InterruptedCallError:
-            self._wanted[group] = None
+            self._unmeasured[group] = None
         except Exception as error:  # image requests report errors of the model; here the shape only stays unmeasured
             raise_if_sticky(error)
             logger.warning("a shape could not be measured: %s", type(error).__name__, exc_info=error)
-            del self._wanted[group]
+            del self._unmeasured[group]
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
@@ -190,13 +190,13 @@ class Groups:
             if facts is not None:
                 self.take(compiled, facts)
             elif sizes:
-                self._wanted[compiled] = None
+                self._unmeasured[compiled] = None
         return self.compiled.is_proven(compiled)
 
     @property
     def unet_paths(self) -> tuple[UNetPath, ...]:
         """Paths chosen so far; none if compiled calls are used once measured as faster."""
-        return () if self.paths is None or self.compiled.is_measured else self.paths.chosen
+        return () if self.paths is None or self.compiled.is_measured else self.paths.paths
 
     def prepare_paths(self, native: GroupKey) -> None:
         """Choose the paths of stored shapes and of ``native`` before the engine serves; packages may be built."""
@@ -217,7 +217,7 @@ class Groups:
 
     def choose_threads(self, group: GroupKey) -> None:
         """Find out with calls of ``group`` on how many threads to begin; a few calls on a CPU, else none."""
-        curve, counts = self.known(group)
+        curve, counts = self.facts_of(group)
         if len(counts) < 2:
             return
         choice, size = self.threads.choice, curve.buckets[0]
@@ -229,7 +229,7 @@ class Groups:
             if not choice.is_trying:
                 return
 
-    def beside_calls(self, group: GroupKey) -> AbstractContextManager[None]:
+    def between_calls(self, group: GroupKey) -> AbstractContextManager[None]:
         """Return a context for work between calls of ``group``: one thread, if the calls have their own threads."""
         has_own = group.is_compiled and self.compiled.has_own_threads
         return computing_on(1) if has_own else nullcontext()
@@ -238,12 +238,12 @@ class Groups:
         """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve. See ``TickCosts``."""
         if self.has_fixed_cap:
             return self.most_rows
-        return self._knee_cap.of(self.known(group).curve, may_probe=may_probe and not self.is_wanted(group))
+        return self._knee_cap.of(self.facts_of(group).curve, may_probe=may_probe and not self.is_unmeasured(group))
 
-    def learn_beside(self, seconds: float) -> None:
+    def record_overhead(self, seconds: float) -> None:
         """Record the seconds that a tick takes outside its UNet calls; only on a CPU, where calls are synchronous."""
         if self.on_cpu:
-            self._knee_cap.beside_s = followed(self._knee_cap.beside_s, max(seconds, 0.0))
+            self._knee_cap.overhead_s = updated_estimate(self._knee_cap.overhead_s, max(seconds, 0.0))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Return the estimated seconds of ``num_rows`` rows of ``group``, without measuring anything.
@@ -252,15 +252,15 @@ class Groups:
         by pixels; it is 0 where neither is known. For controlled groups the calls of a ControlNet are included.
         """
         network = group._replace(is_controlled=False)
-        similar = next((candidate for candidate in (group, network) if candidate in self._known), None)
-        similar = similar or self._akin(group, group) or self._akin(self._native, group)
+        similar = next((candidate for candidate in (group, network) if candidate in self._facts_by_group), None)
+        similar = similar or self._most_similar(group, group) or self._most_similar(self._native, group)
         if similar is None:
             return 0.0
         pixels = group.height_px * group.width_px / (similar.height_px * similar.width_px)
         share = 1.0 + WORK_SHARE * group.is_controlled
-        return share * pixels * self._known[similar].curve.total_s(num_rows)
+        return share * pixels * self._facts_by_group[similar].curve.total_s(num_rows)
 
-    def _akin(self, size: GroupKey, group: GroupKey) -> GroupKey | None:
+    def _most_similar(self, size: GroupKey, group: GroupKey) -> GroupKey | None:
         """Return the known group with the canvas of ``size`` that is most similar to ``group``.
 
         Preferred are groups with the same depth, then with the same adapter rank, then compiled ones, then the latest.
@@ -271,25 +271,25 @@ class Groups:
 
         candidates = [
             other
-            for other in self._known
+            for other in self._facts_by_group
             if other[:2] == size[:2] and not other.control and (self.compiled.is_proven(other) or not other.is_compiled)
         ]
         return max(reversed(candidates), key=rank, default=None)
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""
-        return {group: facts.curve.buckets for group, facts in tuple(self._known.items())}
+        return {group: facts.curve.buckets for group, facts in tuple(self._facts_by_group.items())}
 
-    def known(self, group: GroupKey) -> Known:
+    def facts_of(self, group: GroupKey) -> CallFacts:
         """Return the facts of ``group``; a new group is scheduled for measurement."""
-        if group not in self._known:
-            self._known[group] = self._read(group) or self._guess(group)
-            if len(self._known) > GROUPS_KEPT:
-                forgotten, _ = self._known.popitem(last=False)
-                self._wanted.pop(forgotten, None)
+        if group not in self._facts_by_group:
+            self._facts_by_group[group] = self._read(group) or self._guess(group)
+            if len(self._facts_by_group) > GROUPS_KEPT:
+                forgotten, _ = self._facts_by_group.popitem(last=False)
+                self._unmeasured.pop(forgotten, None)
                 self.compiled.forget(forgotten)
-        self._known.move_to_end(group)
-        return self._known[group]
+        self._facts_by_group.move_to_end(group)
+        return self._facts_by_group[group]
 
     def load_packages(self, group: GroupKey) -> tuple[int, ...]:
         """Load the packages of ``group`` and return the numbers of rows that they serve."""
@@ -330,8 +330,8 @@ class Groups:
             if cover := self.compiled.late_cover(group, num_rows, max_rows):
                 return split(num_rows, cover)
             with suppress(ArithmeticError):  # the network then makes the calls of a size without a package
-                self._known[group] = self._read(group) or self._known[group]
-        return self.known(group).curve.calls(num_rows, max_rows)
+                self._facts_by_group[group] = self._read(group) or self._facts_by_group[group]
+        return self.facts_of(group).curve.calls(num_rows, max_rows)
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Return the name on disk of the facts of ``group`` computed by packages of ``sizes`` rows."""
@@ -372,7 +372,7 @@ class Groups:
         except ArithmeticError as error:
             logger.warning("packages are deleted: %s", error)
         else:
-            curve = self.known(group._replace(is_compiled=False)).curve
+            curve = self.facts_of(group._replace(is_compiled=False)).curve
             is_unclear = not facts.is_complete and not facts.is_alone
             if is_unclear or is_worth(group, facts, curve, sizes):
                 self.take(group, facts)
@@ -389,7 +389,7 @@ class Groups:
             sizes,
             counts=self._compiled_counts,
             closeness=CLOSE[self.model.dtype],
-            curve=self.known(plain).curve,
+            curve=self.facts_of(plain).curve,
             is_exact=self.is_deterministic,
         )
 
@@ -398,45 +398,45 @@ class Groups:
 
     def take(self, group: GroupKey, facts: GroupFacts) -> None:
         """Use the loaded packages of ``group``, which have ``facts``, from now on."""
-        self._known[group] = Known(CostCurve.of(facts, is_exact=True), facts.counts)
+        self._facts_by_group[group] = CallFacts(CostCurve.of(facts, is_exact=True), facts.counts)
         self.compiled.take(group)
 
-    def _read(self, group: GroupKey) -> Known | None:
+    def _read(self, group: GroupKey) -> CallFacts | None:
         """Return the facts from disk, or those that need no measurement."""
         if group.is_compiled:
             checked = self.checked(group, self.load_packages(group))
-            return Known(CostCurve.of(checked, is_exact=True), checked.counts)
+            return CallFacts(CostCurve.of(checked, is_exact=True), checked.counts)
         if self._is_large(group):
             facts = self._pair(group) if self.is_deterministic and self._work(group) <= PAIR_LIMIT_CPU else None
             if facts is not None:
-                return self._known_by(group, facts)
-            return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
+                return self._call_facts(group, facts)
+            return CallFacts(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
         facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
-        return self._known_by(group, facts)
+        return self._call_facts(group, facts)
 
-    def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
+    def _call_facts(self, group: GroupKey, facts: GroupFacts) -> CallFacts:
         """Return the facts of ``group`` from ``facts``, which were measured without rankless adapters."""
         # whether the products of whole changes have the same bytes on other numbers of threads was not measured
         counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
-        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
+        return CallFacts(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
 
     def _facts(self, name: str) -> GroupFacts | None:
         """Return the facts stored on disk under ``name``, if they fit the thread counts of this machine."""
         facts = self._disk.read(name)
         return facts if facts is not None and set(facts.counts) <= set(self.threads.counts) else None
 
-    def _guess(self, group: GroupKey) -> Known:
+    def _guess(self, group: GroupKey) -> CallFacts:
         """Return facts that hold before any measurement, and schedule one."""
-        self._wanted[group] = None
+        self._unmeasured[group] = None
         if not self.is_deterministic:
             sizes = sizes_to_check(min(UNKNOWN_ROWS, self.most_rows))
-            return Known(CostCurve(sizes, is_exact=False), self._free_counts())
+            return CallFacts(CostCurve(sizes, is_exact=False), self._free_counts())
         reference = self._reference_of(group)
         if group == self._native and self._first is not None:
-            return Known(CostCurve.of(self._first, is_exact=True), self._first.counts)
-        return Known(CostCurve((reference,), is_alone=True), self._free_counts())
+            return CallFacts(CostCurve.of(self._first, is_exact=True), self._first.counts)
+        return CallFacts(CostCurve((reference,), is_alone=True), self._free_counts())
 
     def _free_counts(self) -> tuple[int, ...]:
         """Return the thread counts that may be used before any are known to give the same bytes."""
@@ -450,16 +450,16 @@ class Groups:
         return study(self._try(group, is_strict=True), sizes, reference=reference, counts=self.threads.counts)
 
     def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
-        del self._wanted[group]
+        del self._unmeasured[group]
         if group.is_compiled:
-            network = self.known(group._replace(is_compiled=False)).curve
+            network = self.facts_of(group._replace(is_compiled=False)).curve
             if not facts.is_complete:
                 self.compiled.doubt(group, self._clock())
             elif is_worth(group, facts, network, self.sizes_to_compile(group)):
                 self.take(group, facts)
                 self._disk.write(self._name_of_packages(group, self.load_packages(group)), facts)
             return
-        self._known[group] = self._known_by(group, facts)
+        self._facts_by_group[group] = self._call_facts(group, facts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
             self._disk.write(_name(group), facts)
 

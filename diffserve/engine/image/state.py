@@ -26,7 +26,7 @@ LEAST_ARC: Final = 1e-4
 
 
 @dataclass(frozen=True)
-class Repaint:
+class InpaintInputs:
     """Inpainting with a 4-channel UNet: each step restores the init image outside the mask, with that step's noise.
 
     Attributes:
@@ -41,7 +41,7 @@ class Repaint:
 
 
 @dataclass(frozen=True)
-class HeldControl:
+class ActiveControl:
     """ControlNet of one image, with its encoded control map (C, h, w) and the scale of its residuals."""
 
     network: ControlNetRunner
@@ -70,7 +70,7 @@ class Health:
 
 
 @dataclass(frozen=True)
-class Refined:
+class RefinerInputs:
     """Conditioning and time ids for the refiner's UNet."""
 
     conditioning: AnyConditioning
@@ -129,16 +129,16 @@ class ImageState:
     stream: NoiseStream
     shape: tuple[int, int, int]
     variation: Variation | None = None
-    repaint: Repaint | None = None
+    repaint: InpaintInputs | None = None
     extra: Tensor | None = None
     health: Health | None = None
     embedding: NDArray[np.float32] | None = None
     loras: LoRASet | None = None
     time_ids: Tensor | None = None
-    controls: tuple[HeldControl, ...] = ()
+    controls: tuple[ActiveControl, ...] = ()
     texts: Conditioning | None = None
     features: dict[bool, Tensor] = field(default_factory=dict)
-    refined: Refined | None = None
+    refined: RefinerInputs | None = None
 
     @property
     def streams(self) -> tuple[NoiseStream, ...]:

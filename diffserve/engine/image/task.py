@@ -69,7 +69,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         row_cost: Work of a UNet row: its pixels over those of the native size.
         shallow_share: Work of a shallow row over that of a full one.
         skipped_steps: First steps that the table omits because the image starts from latents of a similar prompt.
-        shorter: Settings for each of ``latent_cache.SKIPS``, for a request that may start from similar latents.
+        shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
         lora_digest: Digest of the adapters and their scales; empty without adapters.
         control_digest: Digest of the ControlNets; empty without any.
         controlled: Indices of the active ControlNets for each table row; empty without any.
@@ -137,8 +137,8 @@ class LiveRequest(Live):
         due_s: When it should be done, as a reading of the engine's clock.
         seconds_left: Forecast at submission; ``None`` if no pace was known.
         queue_position: Position in the queue that was last sent to the client, at ``position_sent_s``.
-        reading: Loading of its adapters, which holds them until the request is over.
-        mapping: Loading of its ControlNets and control images, likewise.
+        lora_loading: Loading of its adapters, which holds them until the request is over.
+        control_loading: Loading of its ControlNets and control images, likewise.
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
     """
@@ -154,8 +154,8 @@ class LiveRequest(Live):
     seconds_left: float | None = None
     queue_position: int = 0
     position_sent_s: float = -math.inf
-    reading: Future[Any] | None = None
-    mapping: Future[Any] | None = None
+    lora_loading: Future[Any] | None = None
+    control_loading: Future[Any] | None = None
     line: tuple[str, Priority] = field(init=False)
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
@@ -267,11 +267,6 @@ class ImageTask:
         """Completed steps; ``num_steps`` once the last row has run."""
         table = self.table
         return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
-
-    @property
-    def is_guided_now(self) -> bool:
-        """Whether the next row is guided."""
-        return self.rows_now == 2
 
     @property
     def draws_now(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from diffserve.engine.image.batch import ImageBatch
 from diffserve.engine.image.buckets import CostCurve, RowCaps
 from diffserve.engine.image.shape_groups import Groups
-from diffserve.engine.image.state import HeldControl
+from diffserve.engine.image.state import ActiveControl
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.accelerators import Stopwatch, TimeSpan
@@ -82,7 +82,7 @@ class UNetCaller:
 
     Args:
         clock: Returns seconds.
-        beside: A second caller on the same device, whose caches ``ease`` frees as well.
+        refiner_caller: The caller of the refiner on the same device, whose caches ``free_caches`` frees as well.
 
     Attributes:
         stopwatch: Times calls on the device; a reading may become available some calls later.
@@ -95,9 +95,9 @@ class UNetCaller:
         groups: Groups,
         caps: RowCaps,
         clock: Callable[[], float] = time.perf_counter,
-        beside: UNetCaller | None = None,
+        refiner_caller: UNetCaller | None = None,
     ) -> None:
-        self.beside = beside
+        self.refiner_caller = refiner_caller
         self.model = model
         self.conditioner = conditioner
         self.groups = groups
@@ -135,22 +135,22 @@ class UNetCaller:
         """Run ``call`` for all ``rows``, in bucket-sized parts, and return exceptions by row."""
         failed: dict[int, Exception] = {}
         pending = self._layout(rows, group)
-        has_eased = False
+        has_freed_caches = False
         while pending:
             rows, bucket = pending.pop(0)
             try:
                 call(rows, bucket)
-                self.caps.ran(group, bucket, self.groups.most_rows)
+                self.caps.record_call(group, bucket, self.groups.most_rows)
             except Exception as error:
                 raise_if_sticky(error)
                 if isinstance(error, torch.OutOfMemoryError):
                     without_frames(error)
-                    if not has_eased:
-                        has_eased = True
-                        self.ease()
+                    if not has_freed_caches:
+                        has_freed_caches = True
+                        self.free_caches()
                         pending.insert(0, (rows, bucket))
                         continue
-                    self.caps.ran_out(group, bucket)
+                    self.caps.record_out_of_memory(group, bucket)
                 if len(rows) == 1:
                     failed[rows.start] = error
                 else:
@@ -171,7 +171,7 @@ class UNetCaller:
         residuals = tuple(
             torch.zeros((batch.num_rows, *shape), device=batch.x.device, dtype=self.model.dtype) for shape in shapes
         )
-        for rows in told_rows(batch):
+        for rows in control_calls(batch):
             num_tokens = rows[0].contexts.shape[0]
             control_group = GroupKey(
                 group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest
@@ -222,12 +222,12 @@ class UNetCaller:
         calls = self.groups.calls(group, len(rows), self.caps.cap(group))
         return [(rows[start:stop], bucket) for start, stop, bucket in calls]
 
-    def ease(self) -> None:
+    def free_caches(self) -> None:
         """Free all memory that is only kept to save time."""
         self._stacks.clear()
         self._spare = None
-        if self.beside is not None:
-            self.beside.ease()
+        if self.refiner_caller is not None:
+            self.refiner_caller.free_caches()
         if self.groups.compiled.graphs is not None:
             self.groups.compiled.graphs.clear()
         give_memory_back(self.model.device)
@@ -238,7 +238,7 @@ class UNetCaller:
             return run()
         except torch.OutOfMemoryError as error:
             without_frames(error)
-        self.ease()
+        self.free_caches()
         return run()
 
     def _call(
@@ -302,7 +302,7 @@ class UNetCaller:
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
         """Run a call of ``group`` on the best number of threads, and record the time since ``stop`` was created."""
         threads = self.groups.threads
-        curve, counts = self.groups.known(group)
+        curve, counts = self.groups.facts_of(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
         with computing_on(num_threads):
             called_s = self._clock()
@@ -375,13 +375,13 @@ class ControlledRow(NamedTuple):
 
     row: int
     image: int
-    control: HeldControl
+    control: ActiveControl
     contexts: Tensor
     pooled: Tensor | None
     time_ids: Tensor | None
 
 
-def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
+def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
     """Group the rows with ControlNets into calls of one ControlNet and one text length.
 
     The calls come in the order in which their residuals are summed, which is that of the ControlNets' digests. An image

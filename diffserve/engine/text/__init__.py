@@ -5,10 +5,10 @@
 >>> for event in engine.stream(TextRequest(prompt="...", params=SamplingParams(seed=1))):  # doctest: +SKIP
 ...     print(event)
 
-task, plan                         records, no torch
-admission, queues, drafts, pages, scheduler   policy
-runner, outputs                    tensors in, tokens and events out
-engine                             its face
+task                                  records, no torch
+admission, pages, scheduler           policy
+runner, outputs                       tensors in, tokens and events out
+engine                                public interface
 """
 
 from __future__ import annotations

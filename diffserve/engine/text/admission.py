@@ -27,7 +27,7 @@ from diffserve.runtime.language.model import render
 
 MAX_FRESH_SEED = 2**32
 MOST_CHARS_PER_TOKEN = 256
-"""A prompt with more characters than this for each token of the context is refused before it is tokenised."""
+"""A prompt with more characters than this for each token of the context is refused before it is tokenized."""
 
 
 class TextAdmission:
@@ -57,7 +57,7 @@ class TextAdmission:
         num_chars = len(request.prompt) + sum(len(message.content) for message in request.messages)
         if num_chars > context_tokens * MOST_CHARS_PER_TOKEN:
             raise too_long(f"{num_chars} characters", context_tokens, param)
-        ids = list(request.token_ids) or self._tokenise(request)
+        ids = list(request.token_ids) or self._tokenize(request)
         check(bool(ids), "the prompt has no tokens; give at least one.", param, "empty_prompt")
         if len(ids) >= context_tokens:
             raise too_long(f"{len(ids)} tokens", context_tokens, param)
@@ -65,7 +65,7 @@ class TextAdmission:
         check(max(ids) < size, f"token id {max(ids)} is not in the model's vocabulary of {size}.", "prompt")
         return ids
 
-    def _tokenise(self, request: TextRequest) -> list[int]:
+    def _tokenize(self, request: TextRequest) -> list[int]:
         """Return the prompt's tokens; the chat template of a conversation adds the special tokens itself."""
         tokenizer, text, adds_marks = self.model.tokenizer, request.prompt, request.add_special_tokens
         with self._lock:

@@ -24,7 +24,6 @@ from diffserve.api.text_types import (
     TextStats,
 )
 from diffserve.engine.base_engine import BaseEngine, failure_of
-from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
@@ -39,13 +38,13 @@ from diffserve.runtime.language import LanguageModel, LanguageRunner, load_langu
 POOL_BYTES = 256 << 20
 LEAST_TOKENS: Final = 16
 COMPILE_POLL_S: Final = 0.001
-"""How often a schema that is being compiled is looked at, while there is nothing else to do."""
+"""Seconds between two looks at a schema that is being compiled, while there is nothing else to do."""
 
 Order = tuple[TextRequest, AnyConstraint | None]
 
 
 class Unread(NamedTuple):
-    """A tick whose tokens are chosen and not read, and when the device was given it, in seconds of the clock."""
+    """A tick whose tokens are chosen and not read, and when the device got it, in seconds of the clock."""
 
     plan: TextPlan
     outcome: TextOutcome
@@ -53,16 +52,23 @@ class Unread(NamedTuple):
 
 
 class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
-    """Continues texts in mixed batches; the life of a request is as with ``Engine``.
+    """Continues texts in mixed batches; requests are handled as in ``Engine``.
 
-    pool         where the pages of the model and of its draft model are
-    draft_model  proposes what ``model`` checks; it must share its vocabulary. Its pages are a tenant of their own.
-    tenant       the name under which the model's pages are in the pool; the draft's is ``tenant`` + "_draft"
-    reads_late   tokens are read a tick after they were chosen, where nothing needs them before: the device goes on from
-                 them meanwhile, and a token that was computed beyond an end is thrown away. By default where the device
-                 works behind the CPU's back. Texts are the same.
+    Args:
+        model: The language model.
+        pool: The page pool of the model and of its draft model.
+        config: How to batch.
+        draft_model: Proposes tokens that ``model`` checks; it must have the same vocabulary. Its pages are a tenant of
+            their own, ``tenant`` + "_draft".
+        clock: In seconds.
+        tenant: The name of the model's pages in the pool.
+        reads_late: Whether tokens are read a tick after they were chosen, where no policy needs them earlier: the
+            device continues from them meanwhile, and a token computed beyond an end is dropped. By default on
+            asynchronous devices. Texts are the same.
 
-    Raises ConfigError when the two models do not fit, ValueError when a page is too small for a layer.
+    Raises:
+        ConfigError: The two models do not fit.
+        ValueError: A page is too small for a layer.
     """
 
     doing = "computing this text"
@@ -127,16 +133,14 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         cls,
         path: str | Path,
         *,
-        draft_path: str | Path | None = None,
         dtype: str = "auto",
         device: str = "auto",
         config: TextConfig | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """Load a model directory, and a draft model if named. Raises the errors of ``load_language_model``."""
+        """Load a model directory. Raises the errors of ``load_language_model``."""
         model = load_language_model(path, dtype=dtype, device=device)
-        draft = None if draft_path is None else load_language_model(draft_path, dtype=dtype, device=device)
-        return cls.from_model(model, config, draft_model=draft, pool_bytes=pool_bytes)
+        return cls.from_model(model, config, pool_bytes=pool_bytes)
 
     @property
     def info(self) -> LanguageModelInfo:
@@ -166,28 +170,26 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
     ) -> str:
         """Queue ``request`` and return its id. ``constraint`` limits the tokens that may be generated.
 
-        Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
+        Raises InvalidRequest (PoolTooSmall among them) and QueueFull.
         """
         return self._enter((request, constraint), is_followed=False)
 
     def generate(
         self, request: str | TextRequest | Sequence[TextRequest], *, constraint: AnyConstraint | None = None
     ) -> list[TextFinished]:
-        """Continue and wait: one answer for each request, in order. A list may be longer than the waiting room.
+        """Continue texts and return one answer for each request, in order; a list may be longer than ``max_waiting``.
 
-        Raises what ``submit`` raises (but QueueFull), and for a request that failed DeadlineExceeded, NumericalError,
-        InvalidRequest or DiffserveError.
+        Raises the errors of ``submit`` except QueueFull, and for a request that failed DeadlineExceeded,
+        NumericalError, InvalidRequest or DiffserveError.
         """
         if isinstance(request, str):
             request = TextRequest(prompt=request, deltas=False)
         requests = [request] if isinstance(request, TextRequest) else list(request)
-        ends = [history[-1] for history in self._answer([(text_request, constraint) for text_request in requests])]
-        for end in ends:
-            raise_if_failed(end)
-        return [end for end in ends if isinstance(end, TextFinished)]
+        histories = self._answer([(text_request, constraint) for text_request in requests])
+        return [history[-1] for history in histories if isinstance(history[-1], TextFinished)]
 
     def stream(self, request: str | TextRequest, *, constraint: AnyConstraint | None = None) -> Iterator[TextEvent]:
-        """Continue and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
+        """Yield the events of a request up to its terminal one; closing the iterator cancels the request."""
         if isinstance(request, str):
             request = TextRequest(prompt=request)
         return self._watch((request, constraint))
@@ -206,7 +208,8 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
             limits.append(max(affordable, LEAST_TOKENS, self.scheduler.num_decoding))
         return max(1, min(limits))
 
-    def _admit(self, order: Order) -> LiveText:
+    def admit(self, order: Order) -> LiveText:
+        """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
         request, constraint = order
         self.scheduler.drafts.check(request)
         live = self._admission.admit(request, self.clock(), constraint)
@@ -323,7 +326,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         return self.scheduler.apply_read(outcome, now_s)
 
     def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float, *, is_known: bool) -> None:
-        """Put down a tick. ``is_known``: whether how long it took is known already."""
+        """Record a tick; ``is_known`` tells whether its duration is known already."""
         if not plan.pieces:
             return
         self._busy_s += wall_s

@@ -49,7 +49,7 @@ class TextRunner:
                 continue
             for task, choice in zip(tasks, choices, strict=True):
                 if isinstance(choice, Exception):
-                    outcome.failures[task] = failure_of(_blamed(task, choice), "computing this text")
+                    outcome.failures[task] = failure_of(_constraint_error(task, choice), "computing this text")
                 else:
                     outcome.choices[task] = [choice]
         outcome.unread = []
@@ -77,7 +77,9 @@ class TextRunner:
             try:
                 outcome.forks[task] = task.search.step(logits.index_select(0, _places(lines, logits)))
                 if task.search.is_done and not task.search.best(1):
-                    raise _blamed(task, NumericalError("every beam came to a place where nothing may be said."))
+                    raise _constraint_error(
+                        task, NumericalError("every beam came to a place where nothing may be said.")
+                    )
             except Exception as error:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:
@@ -93,7 +95,7 @@ class TextRunner:
             return
         for task, draft, choices in zip(batch.tasks, batch.drafts, accepted, strict=True):
             if isinstance(choices, Exception):
-                outcome.failures[task] = failure_of(_blamed(task, choices, draft), "computing this text")
+                outcome.failures[task] = failure_of(_constraint_error(task, choices, draft), "computing this text")
             else:
                 outcome.choices[task] = choices
                 outcome.drafted[task] = len(draft)
@@ -139,7 +141,7 @@ class TextRunner:
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
 
 
-def _blamed(task: TextTask, error: Exception, draft: Sequence[int] = ()) -> Exception:
+def _constraint_error(task: TextTask, error: Exception, draft: Sequence[int] = ()) -> Exception:
     """Return the error of the constraint of ``task``, possibly within ``draft``, or else ``error``."""
     row = task.sequences[0].row
     if row.constraint is None:

@@ -4,11 +4,11 @@ All tokens a sequence still has to compute are pending: first the whole prompt, 
 output after a preemption. A tick's tokens go to
 
 1. decoding texts, one token for each sequence, those that waited longest first;
-2. chunks of pending prompts, in the order of ``turns``; a quarter of the tick is reserved for them;
+2. chunks of pending prompts, in the order of ``Turns``; a quarter of the tick is reserved for them;
 3. new texts, in the same order, while there are pages for all their known tokens;
 4. drafts, with what is left.
 
-When a sequence cannot grow, texts that came later are preempted (``queues``).
+When a sequence cannot grow, texts that came later are preempted (``RunningQueue``).
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from collections.abc import Iterator
 
 from diffserve.api.text_types import TextConfig, TextEvent
 from diffserve.engine.records import FailureReason, Scheduler, Stage
-from diffserve.engine.text.drafts import DraftPolicy
-from diffserve.engine.text.outputs import TextOutputs
-from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.queues import RunningQueue, Turns, WaitingQueue
+from diffserve.engine.text.outputs import DraftPolicy, TextOutputs
+from diffserve.engine.text.pages import RunningQueue, SequencePages, Turns, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 
-KEPT_PART = 8
-BATCH_KEPT_PART = 4
+RESERVED_PART = 8
+BATCH_RESERVED_PART = 4
 """Divisors of ``max_sequences``: the parts reserved for clients without running texts, and kept free of batch work."""
 
 PREFILL_SHARE = 4
@@ -78,10 +76,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return task.stage is Stage.RUNNING or task.live.turn <= self._turns.of(newcomer)[1]
 
     def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
-        """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages.
-
-        admits  see ``TickBudget``
-        """
+        """Choose at most ``max_tokens`` tokens for this tick, all with pages; ``admits`` is as in ``TickBudget``."""
         self.num_ticks += 1
         pieces: dict[TextTask, list[ScheduledTokens]] = {}
         wants_prefill = bool(self.waiting) or any(not task.is_decoding for task in self.running)
@@ -102,7 +97,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         for task in plan.tasks:
             if task.stage is Stage.RUNNING:
                 self._start_followers(task, outcome)
-        return events + self._say(outcome, now_s)
+        return events + self._apply_choices(outcome, now_s)
 
     # Tokens that are read a tick later ----------------------------------------------------------------------------
 
@@ -130,7 +125,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def apply_read(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         """Finish ``apply`` after the tokens were read; tokens of finished texts are dropped."""
-        return self._fail(outcome) + self._say(outcome, now_s)
+        return self._fail(outcome) + self._apply_choices(outcome, now_s)
 
     def _fail(self, outcome: TextOutcome) -> list[TextEvent]:
         events: list[TextEvent] = []
@@ -144,7 +139,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             if piece.task.stage is Stage.RUNNING:
                 self.progress.mark_computed(piece, now_s)
 
-    def _say(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
+    def _apply_choices(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         events: list[TextEvent] = []
         for task in [*outcome.choices, *outcome.forks]:
             if task.stage is Stage.RUNNING:
@@ -203,7 +198,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             if width_of(task) > self._room_for(task, reserved):
                 reserved = reserved or (width_of(task) if task.live.request.priority == "interactive" else 0)
                 continue
-            if not self._let_in(task):
+            if not self._start(task):
                 break
             left -= self._plan_chunks(task, left, pieces)
         return left
@@ -216,8 +211,8 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         max_sequences, running_by_line = self.config.max_sequences, Counter(other.live.line for other in self.running)
         room = max_sequences - self.num_running - reserved
         if not running_by_line[task.live.line]:
-            return room + max_sequences // KEPT_PART
-        return room - max_sequences // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
+            return room + max_sequences // RESERVED_PART
+        return room - max_sequences // BATCH_RESERVED_PART if task.live.request.priority == "batch" else room
 
     def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """Plan a chunk of the pending tokens of ``task``, at most ``max_tokens``, and return its number of tokens.
@@ -237,7 +232,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
                 return end - sequence.num_computed
         return 0
 
-    def _let_in(self, task: TextTask) -> bool:
+    def _start(self, task: TextTask) -> bool:
         """Pages for the first sequence of ``task``; further beams follow."""
         sequence, salt = task.sequences[0], task.live.request.cache_salt
         if not self.waiting.may_enter(task, self.running):

@@ -92,10 +92,12 @@ class TextTask:
 
 @dataclass(eq=False, slots=True)
 class LiveText(Live):
-    """A request from submit to its terminal event. Times are clock readings in seconds; ``turn``: see ``turns``.
+    """A request from submission to its terminal event. Times are clock readings in seconds.
 
-    compiling  what its texts will be held to, once that is compiled
-    device_s   its share of the ticks so far
+    Attributes:
+        starts: Start in the virtual time of ``pages.Turns``; ``turn`` orders the requests.
+        compiling: Constraint of its texts while it is compiled.
+        device_s: Its share of the ticks so far.
     """
 
     request: TextRequest
@@ -190,10 +192,10 @@ class TextOutcome:
     """Results of the runner for ``TextScheduler.apply``.
 
     Attributes:
-        said: Chosen tokens of each text, one or more.
+        choices: Chosen tokens of each text, one or more.
         drafted: Number of checked draft tokens of each text.
         forks: Parent beams of each beam search.
-        unread: Texts whose next token is still on the device, one each, with the source of ``said``.
+        unread: Texts whose next token is still on the device, one each, with the source of ``choices``.
     """
 
     choices: dict[TextTask, list[Choice]] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class Formulation:
         if self.preconditioning is None:
             return _over(1.0 / (1.0 + sigma)) * x, 1000.0 * sigma / (1.0 + sigma)
         timestep = timesteps_of_sigmas(sigma, self.train_sigmas)
-        return _over(self.preconditioning.factors(sigma)[0]) * x, self.preconditioning.told(sigma, timestep)
+        return _over(self.preconditioning.factors(sigma)[0]) * x, self.preconditioning.time_input(sigma, timestep)
 
     def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
         """Return the estimate of the clean latents."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
+import msgspec
 import psutil
 
 from diffserve.api import ipc
@@ -29,9 +31,9 @@ from diffserve.api.errors import (
     QueueFull,
 )
 from diffserve.api.types import Progress, ServedModel
+from diffserve.logs import Lines, pass_on
 from diffserve.processes import bound_spinning
 from diffserve.service.engine.engines import END_OF_JOB, Job
-from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
 
@@ -42,7 +44,7 @@ MALLOC_ARENAS = "2"
 """Heaps of glibc in an engine: the default is eight per core, and free memory of one is not used by the others."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
-Answer = ipc.Pong | ipc.Trace | ipc.Stats
+A = TypeVar("A", ipc.Pong, ipc.Trace, ipc.Stats)
 
 
 class ProcessWork(NamedTuple):
@@ -102,7 +104,7 @@ class EngineConnection:
         self._writer = writer
         self.models: tuple[ServedModel, ...] = ()
         self._jobs: dict[str, Job[Any]] = {}
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[ipc.Pong | ipc.Trace | ipc.Stats]] = {}
         self._numbers = itertools.count()
         self._reading = asyncio.create_task(self._read(), name="engine reports")
 
@@ -177,19 +179,15 @@ class EngineConnection:
 
     async def ping(self) -> ipc.Pong:
         """Return the engine's progress; wait while it is silent, raise EngineUnavailable if it is lost."""
-        answer = await self._ask(ipc.Ping)
-        assert isinstance(answer, ipc.Pong)
-        return answer
+        return await self._ask(ipc.Ping, ipc.Pong)
 
     async def trace(self) -> list[list[str]]:
         """Return the request id of every row of the recent UNet calls."""
-        answer = await self._ask(ipc.ReadTrace)
-        return answer.unet_calls if isinstance(answer, ipc.Trace) else []
+        return (await self._ask(ipc.ReadTrace, ipc.Trace)).unet_calls
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics; ``None`` before its first tick."""
-        answer = await self._ask(ipc.ReadStats)
-        return answer.stats if isinstance(answer, ipc.Stats) else None
+        return (await self._ask(ipc.ReadStats, ipc.Stats)).stats
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process by closing the socket; kill it if it has not ended after ``grace_s``."""
@@ -221,15 +219,16 @@ class EngineConnection:
         if not self._writer.is_closing():
             self._writer.write(data)
 
-    async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats]) -> Answer:
+    async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats], answer_type: type[A]) -> A:
         if self.lost.done():
             raise self._unavailable_error()
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(kind(number=number))
-            return await answer
+            answer = await future
+            assert isinstance(answer, answer_type)
+            return answer
         finally:
             self._answers.pop(number, None)
 
@@ -330,3 +329,67 @@ def refusal_in(report: ipc.Rejected) -> DiffserveError:
     if report.code == DiffserveError.default_code:
         return DiffserveError(OUR_MISTAKE)
     return InvalidRequest(report.message, param=report.param, code=report.code)
+
+
+MAX_LINE_BYTES: Final = 256 * 1024
+
+log = logging.getLogger("engine")
+
+
+class EngineOutput:
+    """A pipe whose ``end`` is the process's standard output and standard error.
+
+    Log records, which are JSON lines, pass unchanged; other output (of C libraries, of a crash) is logged line by line.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.end = os.pipe()
+        self._lines = Lines(sys.stderr, log)
+        self._reading = asyncio.create_task(self._read(), name="engine output")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close this process's copy of ``end``."""
+        os.close(self.end)
+
+    async def wait_until_read(self, patience_s: float = 1.0) -> None:
+        """Wait until the output of an ended process is read; a grandchild may keep the pipe open for longer."""
+        await asyncio.wait({self._reading}, timeout=patience_s)
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._read_end, "rb", buffering=0)
+        )
+        try:
+            while True:
+                try:
+                    line = await reader.readuntil(b"\n")
+                except asyncio.IncompleteReadError as error:
+                    self._log_line(error.partial)
+                    return
+                except asyncio.LimitOverrunError as overrun:
+                    line = await reader.readexactly(overrun.consumed)
+                self._log_line(line)
+        finally:
+            transport.close()
+
+    def _log_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r\n")
+        if _is_record(line):
+            pass_on(text, log)
+        elif text.strip():
+            self._lines.write(f"{text}\n")
+
+
+def _is_record(line: bytes) -> bool:
+    """Return whether ``line`` is a record that ``logs`` wrote."""
+    if not line.startswith(b'{"ts":'):
+        return False
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except msgspec.MsgspecError:
+        return False

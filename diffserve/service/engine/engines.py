@@ -157,16 +157,8 @@ class Job(Generic[E]):
         self._cancel(self.request_id)
 
 
-class Engines(Protocol):
-    """One or more engines behind the HTTP service, created in a running event loop, started and stopped once."""
-
-    @property
-    def settings(self) -> Settings:
-        """Settings that the engines were started with."""
-
-    @property
-    def info(self) -> ModelInfo | None:
-        """Description of the first image model; ``None`` until the first engine is ready."""
+class EngineHost(Protocol):
+    """The common interface of a single supervised engine and of a pool of them."""
 
     @property
     def text_info(self) -> LanguageModelInfo | None:
@@ -177,12 +169,8 @@ class Engines(Protocol):
         """Image models that requests may name, the default one first; empty until the first engine is ready."""
 
     @property
-    def metrics(self) -> Metrics:
-        """Metrics of the events of all engines."""
-
-    @property
     def failed(self) -> asyncio.Future[DiffserveError]:
-        """Future with the error for which engines are no longer restarted."""
+        """Future with the error for which the engines are no longer restarted."""
 
     @property
     def is_ready(self) -> bool:
@@ -192,34 +180,11 @@ class Engines(Protocol):
     def retry_after_s(self) -> float:
         """Expected seconds until an engine is ready, at least 1."""
 
-    @property
-    def num_ready(self) -> int:
-        """Number of engines that are ready."""
-
-    def require_ready(self) -> None:
-        """Raise EngineUnavailable, with the time for a retry, if no engine is ready."""
-
     def start(self) -> None:
         """Start the engines and supervise them."""
 
     async def stop(self) -> None:
         """Stop the engines; their unfinished requests end in EngineUnavailable."""
-
-    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
-        """Hand a request to an engine.
-
-        Args:
-            request: The request.
-            watch: Called with every event when it arrives.
-            is_whole: The caller waits for the complete result. If the engine is lost before the first output, another
-                engine may then restart the request: ``watch`` gets the first events again.
-
-        Returns:
-            The job. It raises InvalidRequest if no loaded model can do the request.
-
-        Raises:
-            EngineUnavailable: No engine is ready.
-        """
 
     def interrupt(self, request_id: str) -> None:
         """End an image request early with its unfinished images; ignored if it has ended."""
@@ -235,6 +200,45 @@ class Engines(Protocol):
 
     async def stats(self) -> EngineStats | None:
         """Return the sum of the engines' statistics; ``None`` before the first tick.
+
+        Raises:
+            EngineUnavailable: No engine is ready.
+        """
+
+
+class Engines(EngineHost, Protocol):
+    """One or more engines behind the HTTP service, created in a running event loop, started and stopped once."""
+
+    @property
+    def settings(self) -> Settings:
+        """Settings that the engines were started with."""
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Description of the first image model; ``None`` until the first engine is ready."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of the events of all engines."""
+
+    @property
+    def num_ready(self) -> int:
+        """Number of engines that are ready."""
+
+    def require_ready(self) -> None:
+        """Raise EngineUnavailable, with the time for a retry, if no engine is ready."""
+
+    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+        """Hand a request to an engine.
+
+        Args:
+            request: The request.
+            watch: Called with every event when it arrives.
+            is_whole: The caller waits for the complete result. If the engine is lost before the first output, another
+                engine may then restart the request: ``watch`` gets the first events again.
+
+        Returns:
+            The job. It raises InvalidRequest if no loaded model can do the request.
 
         Raises:
             EngineUnavailable: No engine is ready.

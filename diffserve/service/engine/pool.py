@@ -27,7 +27,7 @@ from diffserve.api.stage_types import EncodeRequest
 from diffserve.api.text_types import LanguageModelInfo, TextAccepted, TextRequest
 from diffserve.api.types import Accepted, Asks, GenerationRequest, ModelInfo, Preview, Progress, Queued, ServedModel
 from diffserve.service.admission import Ticket, work_of
-from diffserve.service.engine.engines import END_OF_JOB, Job, Watch, refuse_unready
+from diffserve.service.engine.engines import END_OF_JOB, EngineHost, Job, Watch, refuse_unready
 from diffserve.service.engine.router import ReplicaQueue, RoutedRequest, Router, route_needs
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
@@ -47,67 +47,28 @@ T = TypeVar("T")
 log = logging.getLogger("diffserve.engine")
 
 
-class Replica(Protocol):
+class Replica(EngineHost, Protocol):
     """A member of the pool: one engine at a time, restarted when it is lost.
 
     Attributes:
         name: Name in the log and in metrics.
-        failed: Future with the error for which the engine is no longer restarted.
     """
 
     name: str
-    failed: asyncio.Future[DiffserveError]
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the engine would start a request now."""
 
     @property
     def is_expected(self) -> bool:
         """Whether the replica is started and its failure counts as one of the pool."""
 
     @property
-    def retry_after_s(self) -> float:
-        """Expected seconds until the replica is ready, at least 1."""
-
-    @property
     def engine_id(self) -> int | None:
         """Identity of the current engine process; changes with every restart."""
-
-    @property
-    def models(self) -> tuple[ServedModel, ...]:
-        """Image models that requests may name."""
-
-    @property
-    def text_info(self) -> LanguageModelInfo | None:
-        """Description of the language model, if there is one."""
-
-    def start(self) -> None:
-        """Start the engine and supervise it."""
-
-    async def stop(self) -> None:
-        """Stop the engine; its unfinished jobs end in EngineUnavailable."""
 
     def take(self, job: Job[Any]) -> None:
         """Start the request of ``job`` and feed it its events; raise EngineUnavailable if the engine is lost."""
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request; ignored if it has ended."""
-
-    def interrupt(self, request_id: str) -> None:
-        """End an image request early; ignored if it has ended."""
-
-    def retry_load(self, name: str) -> None:
-        """Read the files of a model that failed to load again."""
-
-    async def num_requests(self) -> int:
-        """Return the number of requests that the engine counts."""
-
-    async def trace(self) -> list[list[str]]:
-        """Return the request id of every row of the recent UNet calls."""
-
-    async def stats(self) -> EngineStats | None:
-        """Return the engine's statistics; ``None`` before the first tick."""
 
 
 R = TypeVar("R", bound=Replica)

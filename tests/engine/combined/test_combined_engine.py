@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from diffserve.api.errors import EngineUnavailable, InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import ChatMessage, TextAccepted, TextDelta, TextFinished, TextRequest
@@ -129,19 +129,6 @@ def test_a_refused_request_is_not_live(make_studio: MakeStudio) -> None:
         studio.submit(TextRequest(token_ids=(1,) * 5000))
     assert studio.num_live == 0
     assert not studio.has_work
-
-
-def test_draining_finishes_what_was_accepted_and_takes_no_more(make_studio: MakeStudio) -> None:
-    studio = make_studio()
-    studio.submit(picture())
-    studio.submit(text())
-    events = studio.drain()
-    assert len(of(events, Finished)) == 1
-    assert len(of(events, TextFinished)) == 1
-    with pytest.raises(EngineUnavailable, match="takes no more requests"):
-        studio.submit(picture())
-    with pytest.raises(EngineUnavailable, match="takes no more requests"):
-        studio.submit(text())
 
 
 def test_texts_without_a_language_model_are_refused_with_the_way_out(make_studio: MakeStudio) -> None:

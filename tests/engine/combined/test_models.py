@@ -135,7 +135,7 @@ def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
         list(studio.events())
     assert loaded(studio) == []
     assert engine() is None, "nobody holds its weights"
-    assert studio.images.rest_s is None
+    assert studio.images.next_wakeup_s is None
     assert "other is unloaded, idle for" in caplog.text
     assert studio.pool is not None
     assert not studio.pool.stats().tenants
@@ -181,7 +181,7 @@ def test_nobody_waits_for_a_model_that_cannot_be_loaded_and_the_others_go_on(
     unread.symlink_to(tiny_model("sd15"))
     studio.images.retry_load("unread")
     while not studio.has_work:
-        assert studio.images.rest_s == model_loading.LOAD_POLL_S, "somebody looks whether it is done"
+        assert studio.images.next_wakeup_s == model_loading.LOAD_POLL_S, "somebody looks whether it is done"
     studio.tick()
     assert studio.images.served[2].info is not None
     assert not studio.images.served[2].problem

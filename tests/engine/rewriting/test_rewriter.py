@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from diffserve.api.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from diffserve.api.rewrite_types import RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextAccepted, TextEvent, TextFinished, TextRequest
@@ -253,14 +253,6 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on(make_rewriter: MakeRewrit
     with pytest.raises(InvalidRequest, match="already in use"):
         rewriter.submit(request)
     assert finished(drive(rewriter)[0], request.request_id).rewrites[0].prompt == FOX
-
-
-def test_an_engine_that_is_draining_takes_no_wishes(make_rewriter: MakeRewriter) -> None:
-    rewriter = make_rewriter()
-    rewriter.texts.drain()
-    with pytest.raises(EngineUnavailable):
-        rewriter.rewrite("winter")
-    assert rewriter.num_live == 0
 
 
 def test_threads_that_rewrite_at_once_get_their_own_answers(make_rewriter: MakeRewriter) -> None:

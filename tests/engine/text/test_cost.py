@@ -65,4 +65,4 @@ def test_a_time_budget_cuts_prompts_and_not_decoding(make_engine: MakeEngine) ->
     engine.tick()
     assert engine.scheduler.num_decoding == 20
     assert engine.max_tokens(TickBudget(time_s=0.0001)) == 20
-    engine.drain()
+    list(engine.events())

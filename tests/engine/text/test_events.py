@@ -173,7 +173,7 @@ def test_a_cancelled_request_is_an_error_for_whoever_waits(make_engine: MakeEngi
     accepted = next(stream)
     engine.cancel(accepted.request_id)
     assert [type(event) for event in stream] == [Cancelled]
-    from diffserve.engine.delivery import raise_if_failed
+    from diffserve.engine.base_engine import raise_if_failed
 
     with pytest.raises(DiffserveError, match="cancelled"):
         raise_if_failed(Cancelled(request_id="x"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import Priority
-from diffserve.engine.text.queues import BATCH_LATER, Turns
+from diffserve.engine.text.pages import BATCH_LATER, Turns
 from diffserve.engine.text.task import LiveText
 
 
