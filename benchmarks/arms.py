@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.workload import shuffled
-from diffserve.api.types import GenerationRequest, Painted
+from diffserve.api.types import GenerationRequest, ImageFinished
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
@@ -187,7 +187,7 @@ def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
     started_s = time.perf_counter()
     for request in requests:
         engine.submit(request)
-    painted = sum(isinstance(event, Painted) for event in engine.events())
+    painted = sum(isinstance(event, ImageFinished) for event in engine.events())
     if painted != len(requests):
         raise RuntimeError(f"{painted} of {len(requests)} images were painted")
     return Run(painted, time.perf_counter() - started_s)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.api.types import DiffusionParams, GenerationRequest, Painted
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageFinished
 from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.prompts import match_prompts
@@ -79,7 +79,7 @@ def run(engine: Engine, requests_to_run: Sequence[GenerationRequest]) -> dict[st
         seconds += sum(call.wall_s for call in tick.calls)
         for call in tick.calls:
             rows["shallow" if call.is_shallow else "full"] += len(call.rows)
-    painted = [event for event in events if isinstance(event, Painted)]
+    painted = [event for event in events if isinstance(event, ImageFinished)]
     if len(painted) != len(ids):
         raise RuntimeError(f"{len(painted)} of {len(ids)} images were painted")
     wall_s = time.perf_counter() - started_s

@@ -35,7 +35,7 @@ from benchmarks.open_loop import quantile
 from benchmarks.painted_trace import WorkingTime, run
 from benchmarks.report import RESULTS, head, write
 from benchmarks.trace import Recorded, at_poisson_times, mixed
-from diffserve.api.types import Accepted, Event, Painted, Progress
+from diffserve.api.types import Accepted, Event, ImageFinished, Progress
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
 from diffserve.settings.config import EngineConfig
@@ -79,7 +79,7 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
                 estimates.append((event.request_id, event.seconds_left, now_s))
             case Progress():
                 num_silent += 1
-            case Painted():
+            case ImageFinished():
                 done[event.request_id] = now_s
 
     painted = run(engine, clock, trace, watch)

@@ -23,10 +23,10 @@ from diffserve.api.types import (
     Accepted,
     Finished,
     GenerationRequest,
+    ImageFinished,
     ImageResult,
     ModelInfo,
     ModelProfile,
-    Painted,
     Picture,
     Progress,
     ServedModel,
@@ -71,7 +71,7 @@ def answer(end: ipc.EngineEnd, request: GenerationRequest) -> None:
             model_digest="0" * 12, sampler="euler", sigma_schedule=None, spacing="trailing", num_steps=num_steps,
             guidance_scale=1.0, eta=0.0,
         )  # fmt: skip
-        end.send(Painted(request_id=name, result=result))
+        end.send(ImageFinished(request_id=name, result=result))
     end.send(Finished(request_id=name, num_painted=request.num_images, num_failed=0))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from benchmarks.trace import Recorded
-from diffserve.api.types import TERMINAL, Event, Painted
+from diffserve.api.types import TERMINAL, Event, ImageFinished
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
 
@@ -96,7 +96,7 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | 
         for event in engine.tick():
             if watch is not None:
                 watch(event, clock())
-            if isinstance(event, Painted):
+            if isinstance(event, ImageFinished):
                 num_painted += 1
                 digests[event.request_id].update(event.result.picture.data)
             if isinstance(event, TERMINAL):

@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from diffserve import Engine, GenerationRequest, Painted, Preview, Progress
+from diffserve import Engine, GenerationRequest, ImageFinished, Preview, Progress
 
 engine = Engine.from_pretrained("embedded")
 for event in engine.stream(GenerationRequest(prompt="a fox next to a cactus on the beach", seed=19, preview_every=5)):
@@ -11,5 +11,5 @@ for event in engine.stream(GenerationRequest(prompt="a fox next to a cactus on t
             print(f"step {step} of {num_steps}")
         case Preview(step_index=step, picture=picture):
             Image.fromarray(picture.array).save(f"preview-{step:02d}.png")
-        case Painted(result=result):
+        case ImageFinished(result=result):
             result.image.save("fox.png")

@@ -26,9 +26,9 @@ from diffserve.api.types import (
     Failed,
     GenerationRequest,
     ImageFailed,
+    ImageFinished,
     ImageResult,
     ModelProfile,
-    Painted,
     Picture,
     new_request_id,
 )
@@ -283,7 +283,7 @@ def _out_of_memory(bench: Bench, profile: ModelProfile) -> dict[str, Any]:
         for request in crowd:
             engine.submit(request)
         for event in engine.events():
-            painted += isinstance(event, Painted)
+            painted += isinstance(event, ImageFinished)
             if isinstance(event, (Failed, ImageFailed)):
                 reasons.add(event.message[:200])
         times_out = num_ooms()

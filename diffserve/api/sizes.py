@@ -16,7 +16,7 @@ import msgspec
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
+from diffserve.api.types import Accepted, Event, GenerationRequest, ImageFinished, ModelInfo, Picture
 from diffserve.media.images import resize, stretch
 from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
 
@@ -259,7 +259,7 @@ class Sized(NamedTuple):
             return event
         if isinstance(event, Accepted):
             return msgspec.structs.replace(event, warnings=(*event.warnings, self.plan.warning))
-        if isinstance(event, Painted):
+        if isinstance(event, ImageFinished):
             result = event.result
             delivered = msgspec.structs.replace(
                 result, picture=self.plan.deliver(result.picture), warnings=(*result.warnings, self.plan.warning)

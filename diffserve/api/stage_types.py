@@ -1,7 +1,7 @@
 """Messages between processes that encode, denoise and decode an image separately.
 
-GenerationRequest -> EncodeRequest -> TextsEncoded -> GenerationRequest with ``encodings`` -> Painted with ``latents``
--> DecodeRequest -> PictureDecoded.
+GenerationRequest -> EncodeRequest -> TextsEncoded -> GenerationRequest with ``encodings`` -> ImageFinished with
+``latents`` -> DecodeRequest -> PictureDecoded.
 """
 
 from __future__ import annotations

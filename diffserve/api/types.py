@@ -517,7 +517,7 @@ class Preview(RequestEvent, frozen=True, kw_only=True):
     picture: Picture
 
 
-class Painted(RequestEvent, frozen=True, kw_only=True):
+class ImageFinished(RequestEvent, frozen=True, kw_only=True):
     """An image of the request is finished."""
 
     result: ImageResult
@@ -550,7 +550,7 @@ class Cancelled(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the request was cancelled and its lanes are free."""
 
 
-Event = Accepted | Queued | Progress | Preview | Painted | ImageFailed | Finished | Failed | Cancelled
+Event = Accepted | Queued | Progress | Preview | ImageFinished | ImageFailed | Finished | Failed | Cancelled
 TERMINAL = (Finished, Failed, Cancelled)
 
 

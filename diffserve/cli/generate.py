@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from diffserve.client import CompletedImage
     from diffserve.engine import Engine
 
-    Painted = types.ImageResult | CompletedImage
+    AnyImage = types.ImageResult | CompletedImage
     """A generated image with its parameters, from the local engine or from a server."""
 
 EXIT_FAILED = 1
@@ -301,7 +301,7 @@ def _paint(
                 done = sum(steps_done.values())
                 speed = f"{done / (time.perf_counter() - started):.1f}/s"
                 progress.update(bar, completed=done, total=num_steps * request.num_painted, speed=speed)
-            case types.Painted(result=result):
+            case types.ImageFinished(result=result):
                 try:
                     lines.append(_write(result, *planned, output))
                 except (
@@ -349,7 +349,7 @@ def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None
     return f"{line}, {1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
 
 
-def describe_image(file: Path, image: Painted, num_steps: int) -> str:
+def describe_image(file: Path, image: AnyImage, num_steps: int) -> str:
     """Return one line with the path of an image, its seeds and how it was generated."""
     sampler = f"{image.sampler} {image.sigma_schedule}" if image.sigma_schedule else image.sampler
     count = "1 step" if num_steps == 1 else f"{num_steps} steps"

@@ -16,7 +16,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.settings.config import Settings
 from diffserve.store import Database, Key, Keys
 from diffserve.store.keys import ID_CHARS
-from diffserve.store.usage import Usage, Used, day_of
+from diffserve.store.usage import Usage, UsageCounts, day_of
 
 DEFAULT_ORIGIN: Final = "configs/serve.toml"
 USED_DAYS: Final = 30
@@ -40,13 +40,13 @@ def show(settings: Settings) -> int:
     for column in ("scopes", "per minute", "share", "created", "revoked", f"last {USED_DAYS} days"):
         table.add_column(column)
     database = _database(settings, is_new=False)
-    used: dict[str, Used] = {}
+    used: dict[str, UsageCounts] = {}
     for owner, _, amounts in Usage(database).days(day_of(time.time(), USED_DAYS - 1)):
-        used[owner] = used.get(owner, Used()).plus(amounts)
+        used[owner] = used.get(owner, UsageCounts()).plus(amounts)
     for key in Keys(database).all():
         rate = "unlimited" if key.requests_per_minute is None else str(key.requests_per_minute)
         days = _day(key.created_s), _day(key.revoked_s)
-        usage = _usage_text(used.get(key.id, Used()))
+        usage = _usage_text(used.get(key.id, UsageCounts()))
         table.add_row(key.name, key.id, ", ".join(key.scopes), rate, f"{key.share:g}", *days, usage)
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
     _name_folder(settings)
@@ -103,7 +103,7 @@ def _database(settings: Settings, *, is_new: bool = True) -> Database:
     return Database(folder)
 
 
-def _usage_text(used: Used) -> str:
+def _usage_text(used: UsageCounts) -> str:
     tokens = used.input_tokens + used.output_tokens
     counts = ((used.requests, "requests"), (used.pictures, "images"), (tokens, "tokens"))
     return ", ".join(f"{count} {unit.removesuffix('s') if count == 1 else unit}" for count, unit in counts if count)

@@ -1,6 +1,6 @@
 """Pool whose stages (text encoding, denoising, decoding) run on different replicas.
 
-    GenerationRequest --> encode --> denoise --> decode --> Painted          texts, rewrites, embeddings --> encode
+    GenerationRequest --> encode --> denoise --> decode --> ImageFinished       texts, rewrites, embeddings --> encode
 
 Data passes from stage to stage through this process as msgpack (:mod:`diffserve.api.stage_types`). Every stage has its
 own router and scaler. If a replica is lost, only its stage is repeated.
@@ -28,10 +28,10 @@ from diffserve.api.types import (
     Finished,
     GenerationRequest,
     ImageFailed,
+    ImageFinished,
     ImageResult,
     LatentArray,
     ModelInfo,
-    Painted,
     ServedModel,
 )
 from diffserve.cluster.config import ClusterConfig, settings_of
@@ -273,7 +273,7 @@ class _StagedRequest:
                     case Accepted():
                         self._seed = event.seed
                         self._job.feed(replace(event, warnings=(*encoded.warnings, *event.warnings)))
-                    case Painted(result=result):
+                    case ImageFinished(result=result):
                         latents = latents_of(result)
                         num_bytes += len(latents.data)
                         is_first = not self._decoding
@@ -329,7 +329,7 @@ class _StagedRequest:
             # The first image is charged for the encoding of the texts.
             device_s=result.device_s + decoded.decode_s + is_first * (encoded.encode_s + encoded.rewriting_s),
         )
-        self._job.feed(Painted(request_id=result.request_id, result=decoded_result))
+        self._job.feed(ImageFinished(request_id=result.request_id, result=decoded_result))
         return True
 
     async def _finish(self, event: Finished) -> None:

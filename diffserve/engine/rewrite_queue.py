@@ -20,7 +20,7 @@ from diffserve.api.errors import DeadlineExceeded, DiffserveError, InvalidReques
 from diffserve.api.ipc import AnyEvent
 from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.api.stage_types import TextsEncoded
-from diffserve.api.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
+from diffserve.api.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, ImageFinished
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.stages import EncodingStage
@@ -164,12 +164,12 @@ class RewriteQueue:
                 return event
             if isinstance(event, (*TERMINAL, TextsEncoded)):
                 del self._notes[event.request_id]
-            elif isinstance(event, Painted):
+            elif isinstance(event, ImageFinished):
                 self._notes[event.request_id] = note._replace(rewriting_s=0.0)
         match event:
             case Accepted():
                 return msgspec.structs.replace(event, warnings=(*note.warnings, *event.warnings))
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 timings = msgspec.structs.replace(result.timings, queue_s=result.timings.queue_s + note.waited_s)
                 updated = msgspec.structs.replace(
                     result,

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
-from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, Painted
+from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFinished
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, PlannedImage, SweepPlan
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 
@@ -53,7 +53,7 @@ class EngineGenerator:
             for event in events:
                 if isinstance(event, Failed):
                     raise_if_failed(event)
-                if isinstance(event, Painted) and event.request_id in self._flight:
+                if isinstance(event, ImageFinished) and event.request_id in self._flight:
                     finished = self._finish(event)
                     references.discard(finished.image)
                     yield finished
@@ -69,7 +69,7 @@ class EngineGenerator:
         reference = self._plan.reference_of(image.cell)
         return None if reference is None else PlannedImage(reference, *image.place)
 
-    def _finish(self, event: Painted) -> FinishedImage:
+    def _finish(self, event: ImageFinished) -> FinishedImage:
         image, result = self._flight.pop(event.request_id), event.result
         assert result.latents is not None, "a sweep asks for latents"
         used_s = self._used_s.pop(event.request_id, 0.0)

@@ -25,8 +25,8 @@ from diffserve.api.types import (
     Finished,
     GenerationRequest,
     ImageFailed,
+    ImageFinished,
     ModelInfo,
-    Painted,
     Priority,
     Progress,
 )
@@ -34,7 +34,7 @@ from diffserve.models.profiles import begin_with_loras
 from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
-from diffserve.store.usage import Used
+from diffserve.store.usage import UsageCounts
 from schedulers import SAMPLERS, resolve_sampler
 
 WAITING_PER_FREE_PLACE: Final = 7
@@ -49,7 +49,7 @@ BATCH: Final = "batch/"
 """Prefix of the client names of batches, so that batch work does not count against the key's other requests."""
 
 
-Count = Callable[[str, Used], None]
+Count = Callable[[str, UsageCounts], None]
 
 
 class Admission:
@@ -144,13 +144,13 @@ class Ticket:
     def count(self, event: object) -> None:
         """Record the usage that ``event`` reports."""
         match event:
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 evaluations = 0 if result.cached else result.num_evaluations
-                self._used(Used(pictures=1, evaluations=evaluations + result.discarded_evaluations))
+                self._used(UsageCounts(pictures=1, evaluations=evaluations + result.discarded_evaluations))
             case TextFinished(usage=usage) | RewriteFinished(usage=usage):
-                self._used(Used(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
+                self._used(UsageCounts(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
             case Embedded(num_tokens=num_tokens):
-                self._used(Used(input_tokens=num_tokens))
+                self._used(UsageCounts(input_tokens=num_tokens))
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""
@@ -159,7 +159,7 @@ class Ticket:
             return
         self.count(event)
         match event:
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 self.advance(result.image_index, 1.0)
             case ImageFailed(image_index=index):
                 self.give_up(index)
@@ -179,7 +179,7 @@ class Ticket:
             case Failed() | Cancelled() | DiffserveError():
                 self.give_up(part)
 
-    def _used(self, used: Used) -> None:
+    def _used(self, used: UsageCounts) -> None:
         self._count(_key_of(self.client), used)
 
     def _update_cost(self, done: float) -> None:
@@ -260,7 +260,7 @@ class Backlog:
         """Admit a request for the length of the block and yield its ticket. Raises QueueFull if there is no room."""
         self.check(client, priority)
         ticket = Ticket(client, cost, num_parts, num_places, self._record_work, self._count, priority)
-        self._count(_key_of(client), Used(requests=1))
+        self._count(_key_of(client), UsageCounts(requests=1))
         self._tickets[ticket] = self._clock()
         self._record_work(0.0)
         try:

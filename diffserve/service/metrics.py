@@ -27,7 +27,7 @@ from diffserve.api.errors import NOT_FINITE, EngineUnavailable, InsufficientMemo
 from diffserve.api.rewrite_types import RewriteFinished
 from diffserve.api.stage_types import PictureDecoded, TextsEncoded
 from diffserve.api.text_types import TextFinished, TextTimings
-from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
+from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageFinished, ImageResult, Progress
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.telemetry import GenAiMetrics, Traces
 from diffserve.store.batches import BatchBacklog, Batches
@@ -112,7 +112,7 @@ class Metrics:
         if self.genai is not None:
             self.genai.observe(kind, event)
         match event:
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 self._count_image(result)
             case ImageFailed():
                 self._lost_image(event)

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from diffserve.api.embedding_types import Embedded
 from diffserve.api.rewrite_types import RewriteFinished
 from diffserve.api.text_types import TextAccepted, TextFinished, TextTimings
-from diffserve.api.types import Accepted, Cancelled, Failed, Finished, ImageResult, Painted, Progress
+from diffserve.api.types import Accepted, Cancelled, Failed, Finished, ImageFinished, ImageResult, Progress
 from diffserve.version import __version__
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Traces:
         match event:
             case Progress():
                 request.progressed(event, now_ns)
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 self._finish_image(request, result, now_ns)
             case TextFinished() | RewriteFinished():
                 is_chat = isinstance(event, TextFinished)
@@ -287,7 +287,7 @@ class GenAiMetrics:
         match event:
             case Accepted() | TextAccepted() if len(self._begun) < MOST_INSIDE:
                 self._begun[event.request_id] = time.monotonic(), {}
-            case Painted(result=result) if event.request_id in self._begun:
+            case ImageFinished(result=result) if event.request_id in self._begun:
                 self._begun[event.request_id][1]["gen_ai.response.model"] = result.model
             case TextFinished(usage=usage, timings=timings) | RewriteFinished(usage=usage, timings=timings):
                 attributes = self._attributes(kind)

@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
 
 
-class Wanted(NamedTuple):
+class EntryFilter(NamedTuple):
     """Filter of history entries.
 
     Attributes:
@@ -64,7 +64,7 @@ class History:
             insert_row(connection, "history", entry)
         return entry
 
-    def page(self, owner: str, selection: PageSelection, entry_filter: Wanted) -> tuple[list[Entry], bool] | None:
+    def page(self, owner: str, selection: PageSelection, entry_filter: EntryFilter) -> tuple[list[Entry], bool] | None:
         """Return a page of ``owner``'s entries and whether more follow; None if the entry ``after`` does not exist."""
         conditions: list[tuple[str, str | float]] = [
             ("instr(words, ?) > 0", word.casefold()) for word in entry_filter.words

@@ -11,7 +11,7 @@ from diffserve.store.database import Database
 MAX_DAYS: Final = 366
 
 
-class Used(NamedTuple):
+class UsageCounts(NamedTuple):
     """Amounts of usage: requests, images, UNet evaluations by batch rows, and language model tokens."""
 
     requests: int = 0
@@ -20,9 +20,9 @@ class Used(NamedTuple):
     input_tokens: int = 0
     output_tokens: int = 0
 
-    def plus(self, other: Used) -> Used:
+    def plus(self, other: UsageCounts) -> UsageCounts:
         """Return the sum of both."""
-        return Used(*(first + second for first, second in zip(self, other, strict=True)))
+        return UsageCounts(*(first + second for first, second in zip(self, other, strict=True)))
 
 
 class Usage:
@@ -31,15 +31,15 @@ class Usage:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, used: Mapping[tuple[str, str], Used]) -> None:
+    def add(self, used: Mapping[tuple[str, str], UsageCounts]) -> None:
         """Add the amounts ``used`` by (owner, day)."""
-        names = ", ".join(Used._fields)
-        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in Used._fields)
+        names = ", ".join(UsageCounts._fields)
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in UsageCounts._fields)
         query = f"INSERT INTO usage (owner, day, {names}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET {sums}"
         with self._database.connected(at_once=False) as connection:
             connection.executemany(query, [(*owner_and_day, *amounts) for owner_and_day, amounts in used.items()])
 
-    def days(self, since: str, owner: str | None = None) -> list[tuple[str, str, Used]]:
+    def days(self, since: str, owner: str | None = None) -> list[tuple[str, str, UsageCounts]]:
         """Return the usage from the day ``since`` on, the newest first.
 
         Args:
@@ -49,10 +49,11 @@ class Usage:
         Returns:
             Tuples of owner, day and amounts.
         """
-        query = f"SELECT owner, day, {', '.join(Used._fields)} FROM usage WHERE day >= ? AND (? IS NULL OR owner = ?)"
+        columns = ", ".join(UsageCounts._fields)
+        query = f"SELECT owner, day, {columns} FROM usage WHERE day >= ? AND (? IS NULL OR owner = ?)"
         with self._database.connected() as connection:
             rows = connection.execute(f"{query} ORDER BY day DESC, owner", (since, owner, owner)).fetchall()
-        return [(row[0], row[1], Used(*row[2:])) for row in rows]
+        return [(row[0], row[1], UsageCounts(*row[2:])) for row in rows]
 
 
 def day_of(seconds: float, days_before: int = 0) -> str:

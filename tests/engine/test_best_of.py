@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffserve.api.errors import DiffserveError, InvalidRequest, ModelLoadError, ModelNotFound
-from diffserve.api.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
+from diffserve.api.types import Accepted, DiffusionParams, Finished, GenerationRequest, ImageFinished, Progress
 from diffserve.engine import Engine
 from diffserve.engine.image.outputs import CheckerScorer, ImageScores
 from diffserve.runtime import load_model
@@ -54,7 +54,7 @@ def test_the_best_are_delivered_in_order_and_repeat_themselves_by_their_seeds(ma
     engine = choosing(make_engine(max_rows=4), scorer)
     order: dict[str, Any] = {"prompt": "a fox", "seed": 7, "diffusion": FEW}
     events = list(engine.stream(GenerationRequest(num_images=2, best_of=4, **order)))
-    results = [event.result for event in events if isinstance(event, Painted)]
+    results = [event.result for event in events if isinstance(event, ImageFinished)]
     assert [result.score for result in results] == sorted(scorer.asked, reverse=True)[:2]
     assert [result.image_index for result in results] == [0, 1]
     assert isinstance(events[0], Accepted)

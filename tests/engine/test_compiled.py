@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
 from diffserve.api.errors import ConfigError
-from diffserve.api.types import GenerationRequest, Painted
+from diffserve.api.types import GenerationRequest, ImageFinished
 from diffserve.cli import warm
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
@@ -393,7 +393,9 @@ def test_a_picture_is_painted_one_way_from_its_first_step_to_its_last(
     engine.submit(after)
     painted: dict[str, Any] = {}
     while engine.has_work:
-        painted |= {event.request_id: event.result.latents for event in engine.tick() if isinstance(event, Painted)}
+        painted |= {
+            event.request_id: event.result.latents for event in engine.tick() if isinstance(event, ImageFinished)
+        }
     network = engine_of(model, "", compile="off")
     plain = {number: latents_of(network, picture(number, num_steps=12)) for number in (1, 2)}
     assert np.array_equal(painted[before.request_id], plain[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import Event, GenerationRequest, ImageResult, Painted, Picture
+from diffserve.api.types import Event, GenerationRequest, ImageFinished, ImageResult, Picture
 from diffserve.engine import Engine
 from diffserve.engine.image.admission import full_rows
 from diffserve.runtime.unet.deep_cache import NUM_SKIPS, ShallowPart
@@ -116,7 +116,7 @@ def mask_image() -> Picture:
 
 
 def painted_by_seed(events: list[Event]) -> dict[int, tuple[bytes, bytes]]:
-    return {event.result.seed: content(event.result) for event in events if isinstance(event, Painted)}
+    return {event.result.seed: content(event.result) for event in events if isinstance(event, ImageFinished)}
 
 
 def test_bytes_depend_neither_on_the_company_nor_on_the_order_of_arrival(make_engine: MakeEngine) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.api.types import GenerationRequest, ImageResult, Painted
+from diffserve.api.types import GenerationRequest, ImageFinished, ImageResult
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.text.conditioning import make_conditioner
@@ -74,7 +74,7 @@ def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeE
     engine.tick()
     guest = image_request("sd15", "euler_a", seed=99, num_steps=4)
     engine.submit(replace(guest, client="b"))
-    painted = [event.result for event in engine.events() if isinstance(event, Painted)]
+    painted = [event.result for event in engine.events() if isinstance(event, ImageFinished)]
     order = [result.request_id for result in painted]
     assert order.index(guest.request_id) <= 8
     assert set(order) == {*crowd, guest.request_id}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, Painted
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageFinished, ImageResult
 from diffserve.engine.records import shares
 from tests.engine.conftest import MakeEngine
 
@@ -44,7 +44,7 @@ def test_who_came_to_nothing_is_charged_too_and_best_of_tells_of_those_it_did_no
     second_id = engine.submit(make_request(2, 4))
     results: list[ImageResult] = []
     while not results:
-        results += [event.result for event in engine.tick() if isinstance(event, Painted)]
+        results += [event.result for event in engine.tick() if isinstance(event, ImageFinished)]
     task = engine.scheduler.live[first_id].tasks[0]
     charged_s = task.clock.device_s + results[0].device_s
     assert results[0].request_id == second_id

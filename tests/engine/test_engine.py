@@ -20,8 +20,8 @@ from diffserve.api.types import (
     Accepted,
     DiffusionParams,
     Finished,
+    ImageFinished,
     ImageResult,
-    Painted,
     Preview,
     Progress,
 )
@@ -86,7 +86,7 @@ def test_a_result_tells_how_it_was_made(make_engine: MakeEngine) -> None:
 def test_a_stream_tells_the_story_in_order(make_engine: MakeEngine) -> None:
     request = image_request("sd15", "euler_a", seed=3, num_steps=5, preview_every=2)
     events = list(make_engine().stream(request))
-    story = [Accepted, Progress, Progress, Preview, Progress, Progress, Preview, Progress, Painted, Finished]
+    story = [Accepted, Progress, Progress, Preview, Progress, Progress, Preview, Progress, ImageFinished, Finished]
     assert [type(event) for event in events] == story
     assert isinstance(events[0], Accepted)
     assert (events[0].seed, events[0].queue_position) == (3, 0)
@@ -133,7 +133,7 @@ def test_a_full_waiting_room_says_when_to_come_back(make_engine: MakeEngine) -> 
     with pytest.raises(QueueFull, match="2 requests are waiting") as full:
         engine.submit(image_request("sd15", "ddim", seed=9, num_steps=1))
     assert full.value.retry_after_s >= 1.0
-    assert sum(isinstance(event, Painted) for event in engine.events()) == 2
+    assert sum(isinstance(event, ImageFinished) for event in engine.events()) == 2
 
 
 def test_a_list_longer_than_the_waiting_room_is_painted_all_the_same(make_engine: MakeEngine) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.open_loop import quantile
 from benchmarks.simulator import SCHEDULE, Costs, SimulatedEngine, model_info
 from benchmarks.trace import Recorded, mixed
-from diffserve.api.types import Event, Failed, Painted, Progress
+from diffserve.api.types import Event, Failed, ImageFinished, Progress
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.forecast import MAX_FORECAST_SHARE
@@ -68,7 +68,7 @@ class Watched:
     def take(self, event: Event) -> None:
         if isinstance(event, Progress) and event.seconds_left is not None:
             self.told.append((event.request_id, event.seconds_left, self.now_s))
-        if isinstance(event, Painted):
+        if isinstance(event, ImageFinished):
             self.done[event.request_id] = self.now_s
 
     @property
@@ -197,7 +197,7 @@ def test_a_request_is_forecast_until_its_last_image(max_lanes: int, fields: dict
         for event in sim.tick()[1]:
             if isinstance(event, Progress):
                 progress_events.append((event, sim.now_s))
-            elif isinstance(event, Painted):
+            elif isinstance(event, ImageFinished):
                 painted_s[event.request_id, event.result.image_index] = sim.now_s
     assert len(progress_events) == 10 * fields["num_images"] * len(lives)
     for event, now_s in progress_events:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from diffserve.api import ipc
-from diffserve.api.types import GenerationRequest, Painted
+from diffserve.api.types import GenerationRequest, ImageFinished
 from diffserve.engine import Engine, process
 from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
 from diffserve.engine.image.task import GroupKey
@@ -151,7 +151,7 @@ def test_a_new_shape_is_measured_while_its_images_wait(make_engine: MakeEngine) 
         for seed in range(24):
             engine.submit(odd_size(seed))
         events = list(engine.events())
-        assert sum(isinstance(event, Painted) for event in events) == 24
+        assert sum(isinstance(event, ImageFinished) for event in events) == 24
         if max(len(call.rows) for tick in engine.trace for call in tick.calls) > 2:
             return
     pytest.fail("rows never shared a call")

@@ -13,8 +13,8 @@ from diffserve.api.types import (
     Event,
     Finished,
     GenerationRequest,
+    ImageFinished,
     ImageResult,
-    Painted,
     Picture,
     Preview,
     Progress,
@@ -46,7 +46,7 @@ def run(engine: Engine, requests: Sequence[GenerationRequest], interrupted: str 
 
 
 def results_of(events: list[Event], request_id: str) -> list[ImageResult]:
-    return [event.result for event in events if isinstance(event, Painted) and event.request_id == request_id]
+    return [event.result for event in events if isinstance(event, ImageFinished) and event.request_id == request_id]
 
 
 @pytest.mark.usefixtures("waits_for_device")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffserve.api.errors import DeadlineExceeded, DiffserveError, NumericalError
-from diffserve.api.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
+from diffserve.api.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, ImageFinished
 from diffserve.engine import Engine
 from diffserve.runtime.transfer import Fetched
 from tests.device import DEVICE
@@ -71,7 +71,7 @@ def test_a_poisoned_row_fails_alone_and_its_neighbours_keep_their_bytes(
     failed = [event for event in events if isinstance(event, ImageFailed | Failed)]
     assert [event.request_id for event in failed] == [guilty.request_id] * 2
     assert {event.code for event in failed} == {code}
-    painted = [event.result.picture for event in events if isinstance(event, Painted)]
+    painted = [event.result.picture for event in events if isinstance(event, ImageFinished)]
     assert painted == [result.picture for result in expected]
 
 
@@ -95,7 +95,7 @@ def test_latents_known_late_to_be_spoilt_fail_one_step_later_alone(
     [failed] = [event for event in events if isinstance(event, Failed)]
     assert (failed.request_id, failed.code) == (guilty.request_id, "numerical_error")
     assert "after step 1 of 4" in failed.message
-    painted = [event.result.picture for event in events if isinstance(event, Painted)]
+    painted = [event.result.picture for event in events if isinstance(event, ImageFinished)]
     assert painted == [result.picture for result in expected]
 
 
@@ -167,7 +167,7 @@ def test_a_cancelled_image_returns_its_slot_before_the_next_step(make_engine: Ma
     assert engine.scheduler.slots.num_free == 3
     assert set(engine.trace[-1].request_ids) == {neighbor.request_id}
     assert not engine.cancel("img-unknown")
-    assert [type(event) for event in engine.events()][-2:] == [Painted, Finished]
+    assert [type(event) for event in engine.events()][-2:] == [ImageFinished, Finished]
 
 
 def test_a_request_cancelled_before_its_first_tick_never_starts(make_engine: MakeEngine) -> None:

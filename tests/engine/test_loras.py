@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import lora_tensors
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult, Painted
+from diffserve.api.types import TERMINAL, GenerationRequest, ImageFinished, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
 from diffserve.media.infotext import parse_infotext, write_infotext
@@ -223,7 +223,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
             lora_request(*malformed)
         assert refused.value.param == "loras"
     assert engine.num_live == 1
-    painted = [event.result for _ in range(50) for event in engine.tick() if isinstance(event, Painted)]
+    painted = [event.result for _ in range(50) for event in engine.tick() if isinstance(event, ImageFinished)]
     [alone] = Engine(model, EngineConfig()).generate(lora_request("queries", seed=5))
     assert [(result.request_id, result.picture) for result in painted] == [(neighbour, alone.picture)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffserve.api.types import Event, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
+from diffserve.api.types import Event, Failed, GenerationRequest, ImageFailed, ImageFinished, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import FIRST_PAUSE_S
 from tests.device import DEVICE
@@ -74,7 +74,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> tuple[list[bytes],
     """Pictures in order of the requests, and what failed."""
     ids = [engine.submit(request) for request in requests]
     events = list(engine.events())
-    painted = {event.request_id: event.result.picture.data for event in events if isinstance(event, Painted)}
+    painted = {event.request_id: event.result.picture.data for event in events if isinstance(event, ImageFinished)}
     return [painted[name] for name in ids if name in painted], [
         event for event in events if isinstance(event, Failed | ImageFailed)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.api.types import Painted, Progress
+from diffserve.api.types import ImageFinished, Progress
 from diffserve.runtime.vae.vae import Decoded
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request
@@ -22,14 +22,14 @@ def test_steps_go_on_while_pictures_are_decoded_and_the_bytes_are_the_same(
     events, pictures = [], {}
     while engine.has_work:
         for event in engine.tick():
-            if isinstance(event, Painted):
+            if isinstance(event, ImageFinished):
                 pictures[event.request_id] = event.result.picture.data
-            if isinstance(event, Progress | Painted):
+            if isinstance(event, Progress | ImageFinished):
                 events.append((type(event), event.request_id))
             if len(events) == 9:  # of the eight steps of short ones and the third of the long one
                 engine.cancel(requests[0].request_id)
     last_step = max(at for at, (kind, _) in enumerate(events) if kind is Progress)
-    assert {kind for kind, _ in events[last_step + 1 :]} == {Painted}
-    assert [kind for kind, _ in events[: last_step + 1]].count(Painted) == 0
+    assert {kind for kind, _ in events[last_step + 1 :]} == {ImageFinished}
+    assert [kind for kind, _ in events[: last_step + 1]].count(ImageFinished) == 0
     assert pictures == {result.request_id: result.picture.data for result in at_once if result.request_id in pictures}
     assert set(pictures) == {request.request_id for request in requests[1:]}

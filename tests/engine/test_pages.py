@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffserve.api.errors import ConfigError, DeadlineUnreachable, InvalidRequest
-from diffserve.api.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
+from diffserve.api.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageFinished, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image import policy
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
@@ -132,7 +132,7 @@ def test_nobody_overtakes_the_one_who_waits_for_pages(make_engine: MakeEngine, m
         engine.submit(request)
         engine.tick()
     engine.submit(narrow)
-    painted = [event.request_id for event in engine.events() if isinstance(event, Painted)]
+    painted = [event.request_id for event in engine.events() if isinstance(event, ImageFinished)]
     assert painted == [first.request_id, wide.request_id, narrow.request_id]
 
 
@@ -204,7 +204,7 @@ def cancel(engine: Engine, request: GenerationRequest) -> None:
 
 
 def finish(engine: Engine, request: GenerationRequest) -> None:
-    assert sum(isinstance(event, Painted) for event in engine.events()) == 2
+    assert sum(isinstance(event, ImageFinished) for event in engine.events()) == 2
 
 
 @pytest.mark.parametrize("way_out", [finish, fail, cancel])
@@ -252,10 +252,10 @@ def test_a_pool_made_outside_is_shared_with_strangers(make_engine: MakeEngine) -
     table, _ = pool.open(STRANGER, reserve=16 * (pool.num_available - 5))
     engine.submit(quick())
     for _ in range(3):
-        assert not any(isinstance(event, Painted | Failed) for event in engine.tick())
+        assert not any(isinstance(event, ImageFinished | Failed) for event in engine.tick())
     assert engine.scheduler.slots.num_free == engine.config.max_lanes
     pool.close(table)
-    assert sum(isinstance(event, Painted) for event in engine.events()) == 1
+    assert sum(isinstance(event, ImageFinished) for event in engine.events()) == 1
     assert engine.page_stats is not None
     assert len(engine.page_stats.tenants) == 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.api.types import GenerationRequest, Painted, Preview
+from diffserve.api.types import GenerationRequest, ImageFinished, Preview
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner
@@ -57,7 +57,7 @@ def test_an_image_whose_preview_fails_is_painted_all_the_same(
     engine = Engine(model, EngineConfig(max_rows=2))
     [request] = wishes(1)
     kinds = [type(event) for event in engine.stream(request)]
-    assert Painted in kinds
+    assert ImageFinished in kinds
     assert Preview not in kinds
     assert "no previews in this tick: they raised RuntimeError" in caplog.text
     [plain] = make_engine(max_rows=2).generate(wishes(1))

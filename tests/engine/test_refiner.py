@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from diffserve.api.errors import InvalidRequest, ModelLoadError
-from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageFinished, ImageResult, ModelProfile, Preview
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed
@@ -94,7 +94,7 @@ def test_the_refiner_goes_on_where_diffusers_has_it_go_on(
     request = image_request("sdxl", "euler", seed=3, switch_at=0.6, num_steps=3, negative_prompt="")
     engine = engine_of(ensemble)
     events = list(engine.stream(msgspec.structs.replace(request, preview_every=1)))
-    [result] = [event.result for event in events if isinstance(event, Painted)]
+    [result] = [event.result for event in events if isinstance(event, ImageFinished)]
     assert (
         np.abs(latents_of(result) - reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))).max()
         < TOLERANCE

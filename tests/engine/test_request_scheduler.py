@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from diffserve.api.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
+from diffserve.api.types import Failed, Finished, ImageFailed, ImageFinished, Preview, Progress, Queued
 from diffserve.engine.image import policy
 from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
@@ -33,8 +33,8 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     assert events == [Progress(request_id=live.request_id, image_index=0, step_index=1, num_steps=2, **left)]
     plan, events = sim.tick()
     assert plan.decode == (task,)
-    assert [type(event) for event in events] == [Progress, Painted, Finished]
-    assert isinstance(events[1], Painted)
+    assert [type(event) for event in events] == [Progress, ImageFinished, Finished]
+    assert isinstance(events[1], ImageFinished)
     assert events[1].result.num_evaluations == 4
     assert (task.stage, task.slot, sim.scheduler.in_flight) == (Stage.DONE, None, ())
 
@@ -43,7 +43,7 @@ def test_times_add_up_and_waiting_counts_as_queueing() -> None:
     sim = Simulation(row_cap=2, max_lanes=1)
     sim.submit(num_steps=3)
     second = sim.submit(num_steps=4)
-    painted = {event.request_id: event.result for event in sim.run() if isinstance(event, Painted)}
+    painted = {event.request_id: event.result for event in sim.run() if isinstance(event, ImageFinished)}
     timings = painted[second.request_id].timings
     assert timings.denoise_s == 4.0
     assert timings.step_s == 1.0
@@ -224,7 +224,7 @@ def test_few_are_prepared_and_few_decoded_in_one_tick() -> None:
     assert len(sim.tick()[0].prepare) == 2
     plan, events = sim.tick()
     assert (len(plan.rows), len(plan.decode)) == (5, 2)
-    assert sum(isinstance(event, Painted) for event in events) == 2
+    assert sum(isinstance(event, ImageFinished) for event in events) == 2
     assert len(sim.tick()[0].decode) == 2
     assert len(sim.tick()[0].decode) == 1
     assert not sim.scheduler.has_work
@@ -242,7 +242,7 @@ def test_a_step_of_heun_reports_progress_once_though_it_takes_two_rows() -> None
     live = sim.submit(num_steps=3, sampler="heun", guidance_scale=1.0)
     events = sim.run()
     assert [event.step_index for event in events if isinstance(event, Progress)] == [1, 2, 3]
-    [painted] = [event.result for event in events if isinstance(event, Painted)]
+    [painted] = [event.result for event in events if isinstance(event, ImageFinished)]
     assert painted.num_evaluations == live.settings.table.num_rows == 5
 
 

@@ -17,7 +17,7 @@ from diffserve.api.types import (
     Failed,
     Finished,
     GenerationRequest,
-    Painted,
+    ImageFinished,
     Picture,
     Preview,
     Progress,
@@ -92,10 +92,10 @@ def make_request(**fields: object) -> GenerationRequest:
     return image_request("sd15", "euler_a", **{"seed": 5, "num_steps": 4, **fields})  # type: ignore[arg-type]
 
 
-def results(events: list[Event]) -> dict[str, list[Painted]]:
-    by_id: dict[str, list[Painted]] = {}
+def results(events: list[Event]) -> dict[str, list[ImageFinished]]:
+    by_id: dict[str, list[ImageFinished]] = {}
     for event in events:
-        if isinstance(event, Painted):
+        if isinstance(event, ImageFinished):
             by_id.setdefault(event.request_id, []).append(event)
     return by_id
 

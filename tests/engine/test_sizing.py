@@ -10,7 +10,7 @@ import pytest
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import Accepted, Painted, Picture
+from diffserve.api.types import Accepted, ImageFinished, Picture
 
 ONE = DiffusionParams(num_steps=1)
 
@@ -30,7 +30,7 @@ def test_a_stream_delivers_the_same(engine: Engine) -> None:
     request = GenerationRequest(prompt="a fox", width_px=1024, height_px=1024, seed=1, diffusion=ONE)
     events = list(engine.stream(request))
     (accepted,) = (event for event in events if isinstance(event, Accepted))
-    (painted,) = (event for event in events if isinstance(event, Painted))
+    (painted,) = (event for event in events if isinstance(event, ImageFinished))
     assert any("resized to 1024x1024" in warning for warning in accepted.warnings)
     assert painted.result.pixels.shape == (1024, 1024, 3)
 

@@ -16,7 +16,7 @@ from diffserve.api import ipc
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings, TensorValue
-from diffserve.api.types import Asks, Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
+from diffserve.api.types import Asks, Failed, GenerationRequest, ImageFinished, ImageResult, Picture, RewriteOptions
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.process import open_probe, trial
 from diffserve.models.controlnets import Control
@@ -81,7 +81,7 @@ def collect_events(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]
 
 def painted(events: list[Any]) -> list[ImageResult]:
     assert not [event for event in events if isinstance(event, Failed)], events
-    results = [event.result for event in events if isinstance(event, Painted)]
+    results = [event.result for event in events if isinstance(event, ImageFinished)]
     return sorted(results, key=lambda result: result.image_index)
 
 

@@ -16,7 +16,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
-from diffserve.api.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageFinished, RewriteOptions
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
@@ -107,7 +107,7 @@ def test_a_wish_comes_back_as_a_prompt(engine: Engine) -> None:
 
 def test_an_image_is_generated_from_the_rewritten_prompt(engine: Engine) -> None:
     events = engine.run(events_of(engine.client.submit(wish(rewriting=RewriteOptions()))))
-    (painted,) = [event for event in events if isinstance(event, Painted)]
+    (painted,) = [event for event in events if isinstance(event, ImageFinished)]
     assert (painted.result.prompt, painted.result.original_prompt) == (SAYS, "something cosy")
 
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from diffserve.store import Database, Keys
 from diffserve.store.database import PageSelection
-from diffserve.store.history import History, Wanted, new_entry_id
+from diffserve.store.history import EntryFilter, History, new_entry_id
 from tests.service.server import RunningServer, error_of, files_of, running_server
 
-ALL = Wanted()
+ALL = EntryFilter()
 
 
 def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
     history.add(new_entry_id(), "key-2", "other.png", "a red fox", "sd15", {})
 
     def search(*words: str, **filters: float | str) -> list[str]:
-        page = history.page("key-1", PageSelection(9), Wanted(words, **filters))  # type: ignore[arg-type]
+        page = history.page("key-1", PageSelection(9), EntryFilter(words, **filters))  # type: ignore[arg-type]
         assert page is not None
         return [entry.recipe["prompt"] for entry in page[0]]
 

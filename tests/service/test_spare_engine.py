@@ -16,7 +16,7 @@ import psutil
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from diffserve.api.types import DiffusionParams, GenerationRequest, Painted
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageFinished
 from diffserve.service.app import create_app
 from diffserve.service.engine import client as engine_client
 from diffserve.service.engine.client import USUAL_LOAD_S, EngineClient, LoadTimes
@@ -53,7 +53,7 @@ async def until(look: Callable[[], T], seconds: float = START_S) -> T:
 async def picture(client: EngineClient) -> Any:
     """Return the image that the engine generates for REQUEST."""
     async with client.submit(msgspec.structs.replace(REQUEST, request_id=uuid4().hex)) as job:
-        [painted] = [event async for event in job if isinstance(event, Painted)]
+        [painted] = [event async for event in job if isinstance(event, ImageFinished)]
     return painted.result.picture
 
 

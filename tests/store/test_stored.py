@@ -18,7 +18,7 @@ from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, Inp
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
 from diffserve.store.database import FILE, MIGRATIONS, PageSelection
 from diffserve.store.files import Files
-from diffserve.store.usage import Usage, Used, day_of
+from diffserve.store.usage import Usage, UsageCounts, day_of
 
 
 class Clock:
@@ -155,9 +155,9 @@ def test_a_file_is_checked_in_slices_of_few_lines_and_bytes(num_lines: int, line
 
 def test_usage_is_summed_by_key_and_day(tmp_path: Path) -> None:
     usage = Usage(Database(tmp_path))
-    usage.add({("key-1", "2026-01-02"): Used(1, 2, 3, 4, 5), ("", "2026-01-02"): Used(requests=1)})
-    usage.add({("key-1", "2026-01-02"): Used(1, 1, 1, 1, 1), ("key-1", "2025-12-31"): Used(requests=9)})
-    assert usage.days("2026-01-01", "key-1") == [("key-1", "2026-01-02", Used(2, 3, 4, 5, 6))]
+    usage.add({("key-1", "2026-01-02"): UsageCounts(1, 2, 3, 4, 5), ("", "2026-01-02"): UsageCounts(requests=1)})
+    usage.add({("key-1", "2026-01-02"): UsageCounts(1, 1, 1, 1, 1), ("key-1", "2025-12-31"): UsageCounts(requests=9)})
+    assert usage.days("2026-01-01", "key-1") == [("key-1", "2026-01-02", UsageCounts(2, 3, 4, 5, 6))]
     assert [owner for owner, _, _ in usage.days("2020-01-01")] == ["", "key-1", "key-1"]
     assert (day_of(0.0), day_of(86400.0 * 366, 366)) == ("1970-01-01", "1970-01-01")
 
@@ -166,27 +166,27 @@ def test_usage_is_written_in_groups_and_at_shutdown(tmp_path: Path) -> None:
     usage, written = Usage(Database(tmp_path)), list[int]()
 
     class RecordingUsage(Usage):
-        def add(self, used: Mapping[tuple[str, str], Used]) -> None:
+        def add(self, used: Mapping[tuple[str, str], UsageCounts]) -> None:
             written.append(len(used))
             usage.add(used)
 
     async def use() -> None:
         book = UsageBook(RecordingUsage(Database(tmp_path)), clock=lambda: 0.0)
         for _ in range(3):
-            book.count("key-1", Used(requests=1))
+            book.count("key-1", UsageCounts(requests=1))
         await asyncio.sleep(4 * WRITE_DELAY_S)
         assert written == [1]
-        book.count("key-1", Used(pictures=1))  # and the server stops before the next write
+        book.count("key-1", UsageCounts(pictures=1))  # and the server stops before the next write
 
     asyncio.run(use())
     assert written == [1, 1]
-    assert usage.days("1970-01-01") == [("key-1", "1970-01-01", Used(requests=3, pictures=1))]
+    assert usage.days("1970-01-01") == [("key-1", "1970-01-01", UsageCounts(requests=3, pictures=1))]
 
 
 def test_a_failed_write_is_rolled_back_and_its_connection_closed(tmp_path: Path) -> None:
     database = Database(tmp_path)
     usage = Usage(database)
-    usage.add({("key-1", "2026-01-02"): Used(requests=1)})
+    usage.add({("key-1", "2026-01-02"): UsageCounts(requests=1)})
     with database.connected(at_once=False) as connection:
         first = connection
     with pytest.raises(sqlite3.IntegrityError), database.connected(at_once=False) as connection:
@@ -196,7 +196,7 @@ def test_a_failed_write_is_rolled_back_and_its_connection_closed(tmp_path: Path)
         first.execute("SELECT 1")
     with database.connected(at_once=False) as connection:
         assert connection is not first
-    assert usage.days("2026-01-01") == [("key-1", "2026-01-02", Used(requests=1))]
+    assert usage.days("2026-01-01") == [("key-1", "2026-01-02", UsageCounts(requests=1))]
 
 
 def test_an_old_database_is_backed_up_and_migrated(tmp_path: Path) -> None:

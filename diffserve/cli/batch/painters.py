@@ -225,7 +225,7 @@ class LocalPainter:
                     case types.Progress():
                         steps[event.image_index] = event.step_index / event.num_steps
                         report_progress(sum(steps.values()) / painting.request.num_painted)
-                    case types.Painted(result=result):
+                    case types.ImageFinished(result=result):
                         with _filter_errors():
                             painted.append(_encoded(painting, result, warnings))
                     case types.ImageFailed():

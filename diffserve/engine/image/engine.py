@@ -21,10 +21,10 @@ from diffserve.api.types import (
     Cancelled,
     Event,
     GenerationRequest,
+    ImageFinished,
     ImageResult,
     ModelInfo,
     ModelProfile,
-    Painted,
     UNetPath,
 )
 from diffserve.disk_cache import DiskCache
@@ -246,7 +246,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         histories = self._answer([each.request for each in sized])
         results: list[ImageResult] = []
         for each, history in zip(sized, histories, strict=True):
-            painted = [event.result for event in map(each.deliver, history) if isinstance(event, Painted)]
+            painted = [event.result for event in map(each.deliver, history) if isinstance(event, ImageFinished)]
             results += sorted(painted, key=lambda result: result.image_index)
         return results
 

@@ -19,10 +19,10 @@ from diffserve.api.types import (
     Finished,
     GenerationRequest,
     ImageFailed,
+    ImageFinished,
     ImageResult,
     LatentArray,
     ModelInfo,
-    Painted,
     Picture,
     Preview,
     Progress,
@@ -73,16 +73,16 @@ class ImageOutputs:
                     picture=Picture.from_array(preview.pixels),
                 )
 
-    def generated(self, task: ImageTask, image: CachedImage, decode_s: float) -> Painted:
+    def generated(self, task: ImageTask, image: CachedImage, decode_s: float) -> ImageFinished:
         """Return the event of a generated image, which took ``decode_s`` to decode."""
         self.decode_s = decode_s if not self.decode_s else 0.8 * self.decode_s + 0.2 * decode_s
         task.clock.decode_s = decode_s
-        return Painted(request_id=task.live.request_id, result=self._result(task, image, timings(task)))
+        return ImageFinished(request_id=task.live.request_id, result=self._result(task, image, timings(task)))
 
-    def reused(self, task: ImageTask, image: CachedImage, cached: Literal["hit", "shared"]) -> Painted:
+    def reused(self, task: ImageTask, image: CachedImage, cached: Literal["hit", "shared"]) -> ImageFinished:
         """Return the event of an image that was computed for another request, with timings of zero."""
         no_time = Timings(queue_s=0.0, encode_s=0.0, denoise_s=0.0, decode_s=0.0, step_s=0.0)
-        return Painted(request_id=task.live.request_id, result=self._result(task, image, no_time, cached))
+        return ImageFinished(request_id=task.live.request_id, result=self._result(task, image, no_time, cached))
 
     @staticmethod
     def terminal(live: LiveRequest) -> Event:
@@ -257,7 +257,7 @@ def select_best(live: LiveRequest) -> Iterator[Event]:
     }
     for rank, candidate in enumerate(ranked[:num_images]):
         result = replace(candidate, image_index=rank, **({} if rank else totals))
-        yield Painted(request_id=live.request_id, result=result)
+        yield ImageFinished(request_id=live.request_id, result=result)
     live.num_painted = min(len(ranked), num_images)
     live.num_failed = num_images - live.num_painted
     failure = live.first_failure

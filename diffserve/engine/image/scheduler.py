@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from diffserve.api.types import Cancelled, Event, ImageFailed, ModelInfo, Painted
+from diffserve.api.types import Cancelled, Event, ImageFailed, ImageFinished, ModelInfo
 from diffserve.engine.image.caches import CachedImage, SharedImages
 from diffserve.engine.image.fair_share import PriorityShare, SlotQueue
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
@@ -294,7 +294,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def _answer(self, task: ImageTask, image: CachedImage, cached: Literal["hit", "shared"]) -> list[Event]:
         return self._finish(task, self._outputs.reused(task, image, cached))
 
-    def _finish(self, task: ImageTask, painted: Painted) -> list[Event]:
+    def _finish(self, task: ImageTask, painted: ImageFinished) -> list[Event]:
         """Deliver the image of ``task``, or have it scored if it is a best-of candidate."""
         if task.live.request.best_of is None:
             task.live.num_painted += 1

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from diffserve.api.errors import DeadlineExceeded, DiffserveError, ModerationBlocked
 from diffserve.api.sizes import plan_size
-from diffserve.api.types import Failed, ImageFailed, ImageResult, Painted, Picture, new_request_id
+from diffserve.api.types import Failed, ImageFailed, ImageFinished, ImageResult, Picture, new_request_id
 from diffserve.media.images import encode_image
 from diffserve.media.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
 from diffserve.media.start_picture import StartPicture
@@ -201,7 +201,7 @@ class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
             def watch(event: object) -> None:
                 job.watch(event, index)
                 ticket.count(event)
-                if isinstance(event, (Painted, ImageFailed, Failed)):
+                if isinstance(event, (ImageFinished, ImageFailed, Failed)):
                     ticket.advance(index, 1.0)
 
             return watch

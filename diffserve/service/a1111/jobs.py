@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from cachetools import LRUCache
 
-from diffserve.api.types import Accepted, Painted, Picture, Preview, Progress, Queued
+from diffserve.api.types import Accepted, ImageFinished, Picture, Preview, Progress, Queued
 
 MAX_REMEMBERED: Final = 1000
 """Limits on the stored ids of finished tasks and on the clients with stored options."""
@@ -70,7 +70,7 @@ class PolledJob:
                 self._done_s[index] = time.monotonic() + (event.request_seconds_left or 0.0)
             case Preview():
                 self.preview, self.num_previews = event, self.num_previews + 1
-            case Painted():
+            case ImageFinished():
                 self.num_done += 1
 
     @property

@@ -23,8 +23,8 @@ from diffserve.api.types import (
     Cancelled,
     Failed,
     ImageFailed,
+    ImageFinished,
     ModelInfo,
-    Painted,
     Preview,
     Progress,
     Queued,
@@ -108,7 +108,7 @@ class Job(Generic[E]):
         match event:
             case Progress(image_index=index, step_index=step):
                 self._unfinished_steps[index] = step
-            case Painted(result=result):
+            case ImageFinished(result=result):
                 self._unfinished_steps.pop(result.image_index, None)
             case ImageFailed(image_index=index):
                 return "failed", self._unfinished_steps.pop(index, 0)

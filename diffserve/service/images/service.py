@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError, ModerationBlocked, NumericalError
-from diffserve.api.types import Accepted, ImageFailed, ImageResult, ModelInfo, Painted, Preview, Progress, Queued
+from diffserve.api.types import Accepted, ImageFailed, ImageFinished, ImageResult, ModelInfo, Preview, Progress, Queued
 from diffserve.client.on_behalf import HEADER as ON_BEHALF
 from diffserve.client.on_behalf import asker_in
 from diffserve.logs import reason_of
@@ -276,7 +276,7 @@ class ImageService:
                         chunk = encoder.progressed(event)
                     case Preview():
                         chunk = await self.encode_in_thread(plan.num_pixels, encoder.partial, event)
-                    case Painted(result=result):
+                    case ImageFinished(result=result):
                         try:
                             chunk = await self._encode(plan, encoder, result, warnings)
                             num_completed += 1

@@ -19,7 +19,7 @@ from diffserve.service.stored.files import list_response
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
 from diffserve.store.database import PageSelection
-from diffserve.store.history import MAX_WORDS, Entry, Wanted
+from diffserve.store.history import MAX_WORDS, Entry, EntryFilter
 
 MAX_QUERY_CHARS: Final = 500
 THUMBNAIL_PX: Final = 256
@@ -71,7 +71,7 @@ class HistoryRoutes:
         if len(words) > MAX_WORDS:
             raise InvalidRequest(f"q has {len(words)} words; at most {MAX_WORDS} are allowed.", param="q")
         owner, selection = self._owners.of(request), PageSelection(limit, after, order)
-        entry_filter = Wanted(words, model, since, until)
+        entry_filter = EntryFilter(words, model, since, until)
         page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
         return list_response(page, entry_object)
 

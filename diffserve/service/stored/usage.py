@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.service.http.errors import HttpError
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import LISTINGS
-from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
+from diffserve.store.usage import MAX_DAYS, Usage, UsageCounts, day_of
 
 WRITE_DELAY_S: Final = 0.05
 DEFAULT_DAYS: Final = 30
@@ -31,14 +31,14 @@ class UsageBook:
     def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
         self._usage = usage
         self._clock = clock
-        self._unsaved: dict[tuple[str, str], Used] = {}
+        self._unsaved: dict[tuple[str, str], UsageCounts] = {}
         self._writing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
 
-    def count(self, owner: str, used: Used) -> None:
+    def count(self, owner: str, used: UsageCounts) -> None:
         """Add usage of the key ``owner``."""
         key = owner, day_of(self._clock())
-        self._unsaved[key] = self._unsaved.get(key, Used()).plus(used)
+        self._unsaved[key] = self._unsaved.get(key, UsageCounts()).plus(used)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
@@ -57,11 +57,11 @@ class UsageBook:
             if self._unsaved:
                 await LISTINGS.run(self._add, self._take())
 
-    def _take(self) -> dict[tuple[str, str], Used]:
+    def _take(self) -> dict[tuple[str, str], UsageCounts]:
         left, self._unsaved = self._unsaved, {}
         return left
 
-    def _add(self, used: dict[tuple[str, str], Used]) -> None:
+    def _add(self, used: dict[tuple[str, str], UsageCounts]) -> None:
         try:
             self._usage.add(used)
         except sqlite3.Error as error:
@@ -91,7 +91,7 @@ class UsageRoutes:
     async def _usage_by_day(self, num_days: int, owner: str | None) -> Response:
         await self._book.settle()
         rows = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
-        total = Used()
+        total = UsageCounts()
         for _, _, used in rows:
             total = total.plus(used)
         data = [{"object": "usage.day", "key_id": key, "day": day, **used._asdict()} for key, day, used in rows]

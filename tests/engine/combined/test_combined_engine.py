@@ -11,7 +11,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import ChatMessage, TextAccepted, TextDelta, TextFinished, TextRequest
-from diffserve.api.types import Accepted, Cancelled, DiffusionParams, Finished, GenerationRequest, Painted
+from diffserve.api.types import Accepted, Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFinished
 from diffserve.engine.combined_engine import CombinedEngine
 from tests.engine.combined.conftest import SAYS, MakeStudio
 
@@ -39,9 +39,9 @@ def of(events: Sequence[Any], kind: type[T], request_id: str | None = None) -> l
     return [event for event in events if isinstance(event, kind) and request_id in (None, event.request_id)]  # type: ignore[attr-defined]
 
 
-def painted(studio: CombinedEngine, request: GenerationRequest) -> Painted:
+def painted(studio: CombinedEngine, request: GenerationRequest) -> ImageFinished:
     studio.submit(request)
-    (event,) = of(list(studio.events()), Painted, request.request_id)
+    (event,) = of(list(studio.events()), ImageFinished, request.request_id)
     return event
 
 
@@ -54,7 +54,7 @@ def test_everything_at_once_gives_what_each_gives_alone(make_studio: MakeStudio)
     studio.submit(requests[2])
     assert studio.num_live == 3
     events = list(studio.events())
-    assert of(events, Painted)[0].result.picture == alone
+    assert of(events, ImageFinished)[0].result.picture == alone
     assert of(events, TextFinished)[0].text == SAYS
     assert of(events, RewriteFinished)[0].rewrites[0].prompt == SAYS
     names = {event.request_id for event in events}
@@ -139,7 +139,7 @@ def test_texts_without_a_language_model_are_refused_with_the_way_out(make_studio
         studio.submit(RewriteRequest(wish="x"))
     assert of_text.value.param == of_wish.value.param == "model"
     assert studio.text_info is None
-    assert len(of([painted(studio, picture())], Painted)) == 1
+    assert len(of([painted(studio, picture())], ImageFinished)) == 1
 
 
 def test_wishes_for_a_model_that_only_continues_texts_are_refused_with_the_way_out(make_studio: MakeStudio) -> None:

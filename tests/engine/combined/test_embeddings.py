@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from diffserve.api.embedding_types import Embedded, EmbeddingRequest
 from diffserve.api.errors import InvalidRequest, ModelNotFound
 from diffserve.api.ipc import AnyRequest
-from diffserve.api.types import Cancelled, Failed, Painted
+from diffserve.api.types import Cancelled, Failed, ImageFinished
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.image.engine import Engine
 from diffserve.runtime import DiffusionModel, load_model
@@ -90,8 +90,8 @@ def test_a_vector_depends_on_no_neighbour(make_studio: MakeStudio) -> None:
         assert [vector.tobytes() for vector in vectors_of(event)] == [alone[words] for words in TEXTS[index:]]
     for image_request in pictures:
         studio.submit(again := picture(image_request.prompt, num_steps=4))
-        (painted,) = of(list(studio.events()), Painted, again.request_id)
-        assert painted.result.picture == of(events, Painted, image_request.request_id)[0].result.picture
+        (painted,) = of(list(studio.events()), ImageFinished, again.request_id)
+        assert painted.result.picture == of(events, ImageFinished, image_request.request_id)[0].result.picture
 
 
 def test_token_ids_are_as_good_as_their_text(make_studio: MakeStudio) -> None:
@@ -140,7 +140,7 @@ def test_a_small_request_does_not_wait_for_a_large_one_nor_a_picture_for_either(
     together: list[AnyRequest] = [large, *background_requests, picture(num_steps=2), small]
     for request in together:
         studio.submit(request)
-    ends = [event.request_id for event in studio.events() if isinstance(event, (Embedded, Painted))]
+    ends = [event.request_id for event in studio.events() if isinstance(event, (Embedded, ImageFinished))]
     assert ends[-1] == large.request_id
     assert len(ends) == 23
 

@@ -9,7 +9,7 @@ import pytest
 from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextFinished, TextRequest
-from diffserve.api.types import DiffusionParams, Failed, Finished, GenerationRequest, Painted, RewriteOptions
+from diffserve.api.types import DiffusionParams, Failed, Finished, GenerationRequest, ImageFinished, RewriteOptions
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.rewrite_queue import FAILED
 from diffserve.runtime import DiffusionModel
@@ -63,7 +63,7 @@ def test_a_tick_of_the_texts_that_raises_costs_the_texts_only(
     break_once(monkeypatch, studio.texts.scheduler, place)
     events += list(studio.events())
     assert kinds(events) == {"picture": "Finished", "wish": "Finished", "text": "Failed", "rewrite": "Failed"}
-    (painted,) = [event for event in events if isinstance(event, Painted) and event.request_id == "wish"]
+    (painted,) = [event for event in events if isinstance(event, ImageFinished) and event.request_id == "wish"]
     assert painted.result.warnings == (FAILED,)
     failed = [event for event in events if isinstance(event, Failed)]
     assert {event.code for event in failed} == {"internal_error"}

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from diffserve.api.errors import ConfigError, ModelNotFound
 from diffserve.api.text_types import TextRequest
-from diffserve.api.types import GenerationRequest, Painted
+from diffserve.api.types import GenerationRequest, ImageFinished
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.rewriting import style
 from diffserve.runtime.kv import PagePlan
@@ -74,7 +74,7 @@ def test_texts_have_a_pool_of_their_own_where_images_use_none(tiny_model: Model,
     assert set(studio.pool.stats().tenants) == {"llm"}
     studio.submit(TextRequest(prompt="x"))
     studio.submit(GenerationRequest(prompt="a fox", width_px=64, height_px=64))
-    assert sum(isinstance(event, Painted) for event in studio.events()) == 1
+    assert sum(isinstance(event, ImageFinished) for event in studio.events()) == 1
     studio.check_integrity()
 
 
@@ -93,7 +93,7 @@ def test_a_missing_rewriter_is_reported_and_images_are_generated(
     assert (studio.texts, studio.rewriter, studio.text_info) == (None, None, None)
     assert "there will be no language model" in caplog.text
     studio.submit(GenerationRequest(prompt="a fox", width_px=64, height_px=64))
-    assert sum(isinstance(event, Painted) for event in studio.events()) == 1
+    assert sum(isinstance(event, ImageFinished) for event in studio.events()) == 1
 
 
 def test_the_rewriter_that_was_shipped_has_a_name_of_its_own(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from diffserve.api.errors import InsufficientMemory, ModelLoadError, ModelNotFound
-from diffserve.api.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
+from diffserve.api.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, ImageFinished, Queued
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.image import model_loading
 from diffserve.models.controlnets import Control
@@ -96,7 +96,7 @@ def paint(studio: CombinedEngine, *requests: GenerationRequest) -> dict[str, byt
     """Return the pixels of each request's image, all of them generated together."""
     for request in requests:
         studio.submit(request)
-    painted = [event for event in studio.events() if isinstance(event, Painted)]
+    painted = [event for event in studio.events() if isinstance(event, ImageFinished)]
     return {event.request_id: event.result.picture.data for event in painted}
 
 

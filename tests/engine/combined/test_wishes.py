@@ -14,8 +14,8 @@ from diffserve.api.types import (
     Failed,
     Finished,
     GenerationRequest,
+    ImageFinished,
     ImageResult,
-    Painted,
     RewriteOptions,
 )
 from diffserve.engine.combined_engine import CombinedEngine
@@ -36,7 +36,7 @@ def wish(prompt: str = WISH, **fields: Any) -> GenerationRequest:
 def results(studio: CombinedEngine, *requests: GenerationRequest) -> list[ImageResult]:
     for request in requests:
         studio.submit(request)
-    return [event.result for event in studio.events() if isinstance(event, Painted)]
+    return [event.result for event in studio.events() if isinstance(event, ImageFinished)]
 
 
 def test_a_wish_is_generated_as_its_rewritten_prompt_and_both_are_reported(make_studio: MakeStudio) -> None:
@@ -108,7 +108,7 @@ def test_without_a_language_model_the_wish_is_painted_as_it_is_with_a_warning(ma
     studio.submit(wish())
     events = list(studio.events())
     (accepted,) = [event for event in events if isinstance(event, Accepted)]
-    (painted,) = [event for event in events if isinstance(event, Painted)]
+    (painted,) = [event for event in events if isinstance(event, ImageFinished)]
     assert (painted.result.prompt, painted.result.original_prompt) == (WISH, None)
     assert accepted.warnings == painted.result.warnings == (NO_MODEL,)
 
@@ -164,7 +164,7 @@ def test_wishes_count_in_the_waiting_room_and_none_is_lost_when_it_fills(make_st
     for seed in (11, 12):  # who needs no rewriting is faster
         studio.submit(wish(seed=seed, rewriting=None))
     events = list(studio.events())
-    assert sorted(event.result.seed for event in events if isinstance(event, Painted)) == [1, 2, 11, 12]
+    assert sorted(event.result.seed for event in events if isinstance(event, ImageFinished)) == [1, 2, 11, 12]
 
 
 def test_a_cancelled_wish_is_neither_rewritten_nor_painted(make_studio: MakeStudio) -> None:
