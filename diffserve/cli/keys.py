@@ -18,7 +18,6 @@ from diffserve.store import Database, Key, Keys
 from diffserve.store.keys import ID_CHARS
 from diffserve.store.usage import Usage, UsageCounts, day_of
 
-DEFAULT_ORIGIN: Final = "configs/serve.toml"
 USED_DAYS: Final = 30
 PIPE_COLUMNS: Final = 500
 """Width of the table when standard output is not a terminal."""
@@ -70,7 +69,7 @@ def _keys_to_change(settings: Settings) -> Keys:
     """
     database = _database(settings)
     folder = database.file.parent
-    if settings.origins["serve.data_dir"] == DEFAULT_ORIGIN and database.is_served:
+    if settings.has_default_data_dir and database.is_served:
         question = f"A server is running with the default data folder {folder}. Change its keys?"
         if not sys.stdin.isatty() or not typer.confirm(question, err=True):
             raise InvalidRequest(

@@ -105,7 +105,7 @@ class Ingress:
         state = StateFile(Path(config.data_dir).expanduser())
         patience_s = config.shutdown_timeout_s + SHUTDOWN_MARGIN_S + DRAIN_S
         await asyncio.to_thread(enter, state.locked(patience_s))
-        database, ring = await asyncio.to_thread(open_store, config)
+        database, ring = await asyncio.to_thread(open_store, self._settings)
         enter(json_logs(config.log_level))
         if database is not None:
             enter(database.held())

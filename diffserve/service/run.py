@@ -59,7 +59,7 @@ def serve(
         ConfigError: The address cannot be bound.
         DiffserveError: The model cannot be loaded.
     """
-    database, ring = open_store(settings.serve)
+    database, ring = open_store(settings)
     page = None if mount_page is None else Page(mount_page)
     lock = contextlib.nullcontext() if database is None else database.held()
     with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
@@ -70,23 +70,28 @@ def serve(
             checks.stop()
 
 
-def open_store(config: ServeConfig) -> tuple[Database | None, KeyRing | None]:
+def open_store(settings: Settings) -> tuple[Database | None, KeyRing | None]:
     """Open the database and the keys. Raises ConfigError if they cannot be read or open access is not allowed."""
-    database = open_database(config)
+    database = open_database(settings)
     ring = open_ring(database)
-    check_open(config, ring)
+    check_open(settings.serve, ring)
     return database, ring
 
 
-def open_database(config: ServeConfig) -> Database | None:
-    """Open the server's database; None if nothing can be stored. Raises ConfigError if it cannot be read."""
-    folder = Path(config.data_dir).expanduser()
+def open_database(settings: Settings) -> Database | None:
+    """Open the server's database; None if the default data folder cannot be written, so that nothing is stored.
+
+    Raises:
+        ConfigError: The database cannot be read, or the data folder was chosen by the user and cannot be written:
+            without the keys in it, the server would be open.
+    """
+    folder = Path(settings.serve.data_dir).expanduser()
     try:
         return Database(folder)
     except ConfigError as error:
-        if os.environ.get(ENV_KEY) or _may_be_there(folder / FILE):
+        if not settings.has_default_data_dir or os.environ.get(ENV_KEY) or _may_be_there(folder / FILE):
             raise
-        print(f"diffserve: no keys, files or history can be kept: {error.message}", flush=True)
+        print(f"diffserve: keys, files and history cannot be stored: {error.message}", flush=True)
         return None
 
 

@@ -356,6 +356,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     origins: dict[str, str]
     models: tuple[ModelProfile, ...] = ()
 
+    @property
+    def has_default_data_dir(self) -> bool:
+        """Whether the data folder is the built-in one, rather than chosen by the user."""
+        return self.origins["serve.data_dir"] == "configs/serve.toml"
+
 
 def replace_removed_dtype(dtype: str, where: str = "dtype") -> str:
     """Return ``dtype``, or bfloat16 for one of ``REMOVED_DTYPES``, with a warning that says ``where`` it was set."""

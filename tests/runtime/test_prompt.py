@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import Piece, in_a1111, parse_prompt
 from diffserve.models.loras import read_tags
+from diffserve.runtime.text.prompt import SpecialTokens, chunk_prompt
 
 UP, DOWN = 1.1, 1 / 1.1
 
@@ -153,6 +154,19 @@ def test_blanks_around_a_break_go_with_it() -> None:
         [Piece("", 1.0)],
         [Piece("c ", 1.0)],
     ]
+
+
+def test_a_prompt_of_thousands_of_pieces_is_refused_after_as_many_tokens_as_fit() -> None:
+    pieces = [Piece(f"a{number}", 1.0 + number / 10_000) for number in range(10_000)]
+    calls: list[str] = []
+
+    def tokenize(text: str) -> list[int]:
+        calls.append(text)
+        return [7, 8]
+
+    with pytest.raises(InvalidRequest, match="more than 32 chunks of 75 tokens"):
+        chunk_prompt([[Piece("one", 1.0)], pieces], tokenize, SpecialTokens(1, 2, 0, 5), 77)
+    assert len(calls) <= 32 * 75 // 2 + 2
 
 
 def test_thousands_of_open_brackets_take_no_time() -> None:

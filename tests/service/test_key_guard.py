@@ -208,15 +208,30 @@ def test_the_environment_key_has_every_scope_and_must_be_long(
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "new"), "DIFFSERVE_SERVE_HOST": "0.0.0.0"})
     monkeypatch.setenv("DIFFSERVE_API_KEY", "short")
     with pytest.raises(Exception, match="DIFFSERVE_API_KEY has 5 characters"):
-        open_ring(open_database(config.serve))
+        open_ring(open_database(config))
     monkeypatch.setenv("DIFFSERVE_API_KEY", "0123456789abcdef")
-    check_open(config.serve, open_ring(open_database(config.serve)))
+    check_open(config.serve, open_ring(open_database(config)))
+
+
+def test_a_chosen_folder_that_cannot_be_created_stops_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the folder there are no keys, and the server would be open; only the default folder may be missing."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "data"
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        open_database(load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(folder)}))
+    default = load_settings(env={})
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert default.has_default_data_dir
+    assert open_database(default) is None
+    assert "cannot be stored" in capsys.readouterr().out
 
 
 def test_an_unreadable_folder_does_not_disable_authorization(tmp_path: Path) -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / ("x" * 300))})
     with pytest.raises(ConfigError, match="xxx"):
-        open_database(config.serve)
+        open_database(config)
 
 
 def test_a_browser_signs_in_by_a_form_and_the_page_authenticates_its_requests(house: House) -> None:

@@ -14,7 +14,7 @@ import pytest
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.service.stored.usage import WRITE_DELAY_S, UsageBook
 from diffserve.store import Database, Keys
-from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of
+from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of, read_line
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
 from diffserve.store.database import FILE, MIGRATIONS, PageSelection
 from diffserve.store.files import Files
@@ -132,6 +132,18 @@ def test_a_file_of_empty_lines_is_refused_early(end: bytes) -> None:
         check_input(file)
     assert refused.value.code == "too_many_lines"
     assert file.tell() <= (2 * MAX_LINES + 1) * len(end)
+
+
+@pytest.mark.parametrize("depth", [10_000, 1_000_000])
+def test_a_deeply_nested_line_is_a_problem_of_that_line(depth: int) -> None:
+    body = b"[" * depth + b"]" * depth
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/images/generations", "body": %s}' % body
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        read_line(line)
+    check = InputCheck(io.BytesIO(line + b"\n"), "/v1/images/generations")
+    check.check_slice()
+    [problem] = check.problems
+    assert (problem.line, problem.code) == (1, "invalid_json_line")
 
 
 def test_a_full_batch_may_have_an_empty_line_after_every_line() -> None:
