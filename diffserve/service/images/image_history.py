@@ -162,7 +162,7 @@ class HistoryWriter:
             try:
                 self._history.add(entry_id, self._owner, file, name, words, result.model, recipe)
             except (OSError, sqlite3.Error) as error:
-                log.error("an image could not be recorded in the history", extra={"reason": type(error).__name__})
+                log.error("an image could not be recorded in the history", extra={"reason": str(error)})
 
         self._history.begin(add, len(file))
         return entry_id
