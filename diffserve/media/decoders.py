@@ -24,7 +24,7 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
-from diffserve.client_places import ClientPlaces
+from diffserve.media.client_slots import ClientSlots
 from diffserve.media.decoder_process import FUNCTIONS, Answer, DecodeRequest, Refusal
 from diffserve.media.images import MaskConvention
 from diffserve.media.provenance import ProvenanceReport
@@ -189,7 +189,7 @@ class Decoders:
             num_processes: Size of the pool; by default the number of cores, limited to 2 .. ``MAX_PROCESSES``.
         """
         count = num_processes or min(MAX_PROCESSES, max(2, os.cpu_count() or 1))
-        self._places = ClientPlaces(count)
+        self._places = ClientSlots(count)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="decoders")
         self._idle: list[ImageDecoder] = []
 

@@ -102,7 +102,7 @@ class Ticket:
     """Admitted request and the work that is left of it, by part (an image, a text).
 
     Attributes:
-        num_places: Places that it takes in the queue.
+        num_slots: Places that it takes in the queue.
         has_begun: Whether work on it has begun, so that it no longer waits.
     """
 
@@ -111,7 +111,7 @@ class Ticket:
         client: str,
         cost: float,
         num_parts: int,
-        num_places: int,
+        num_slots: int,
         tell: Callable[[float], None],
         count: Count = lambda *_: None,
         priority: Priority = "interactive",
@@ -119,7 +119,7 @@ class Ticket:
         self.client = client
         self._count = count
         self.priority = priority
-        self.num_places = num_places
+        self.num_slots = num_slots
         self.has_begun = False
         self.cost_left = cost
         self._part_cost = cost / num_parts
@@ -240,7 +240,7 @@ class Backlog:
     @property
     def num_waiting(self) -> int:
         """Places taken by requests on which no work was done yet."""
-        return sum(ticket.num_places for ticket in self._tickets if not ticket.has_begun)
+        return sum(ticket.num_slots for ticket in self._tickets if not ticket.has_begun)
 
     @property
     def has_waiting(self) -> bool:
@@ -253,13 +253,13 @@ class Backlog:
         client: str,
         cost: float,
         num_parts: int = 1,
-        num_places: int = 1,
+        num_slots: int = 1,
         *,
         priority: Priority = "interactive",
     ) -> Iterator[Ticket]:
         """Admit a request for the length of the block and yield its ticket. Raises QueueFull if there is no room."""
         self.check(client, priority)
-        ticket = Ticket(client, cost, num_parts, num_places, self._record_work, self._count, priority)
+        ticket = Ticket(client, cost, num_parts, num_slots, self._record_work, self._count, priority)
         self._count(_key_of(client), UsageCounts(requests=1))
         self._tickets[ticket] = self._clock()
         self._record_work(0.0)
@@ -309,7 +309,7 @@ class Backlog:
     def _refusal(self, client: str, priority: Priority) -> QueueFull | None:
         waiting = [item for item in self._tickets if not item.has_begun]
         num_client_places = sum(
-            item.num_places for item in waiting if (item.client, item.priority) == (client, priority)
+            item.num_slots for item in waiting if (item.client, item.priority) == (client, priority)
         )
         num_waiting = self.num_waiting
         max_waiting = self.max_waiting

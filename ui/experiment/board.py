@@ -134,9 +134,9 @@ class Board:
     @property
     def rows_done(self) -> float:
         """UNet rows done so far, with the share of unfinished images; refused cells count as done."""
-        num_places = len(self.plan.places)
+        num_slots = len(self.plan.places)
         shares = (
-            (square.cell.rows, num_places if square.trouble else sum(square.fractions.values()))
+            (square.cell.rows, num_slots if square.trouble else sum(square.fractions.values()))
             for square in self.squares.values()
         )
         return sum(rows * share for rows, share in shares)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.client_places import ClientPlaces
+from diffserve.media.client_slots import ClientSlots
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.routing import After, Order, error_responses
@@ -72,7 +72,7 @@ class BatchRoutes:
         self._owners = owners
         self._runner = runner
         self._endpoints = endpoints
-        self._checks = ClientPlaces(MAX_CHECKS)
+        self._checks = ClientSlots(MAX_CHECKS)
         app.get("/v1/batches", summary="List batches")(self.list_batches)
         app.get("/v1/batches/{batch_id}", summary="Describe a batch")(self.retrieve)
         cancel = app.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=error_responses(409))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.client_places import ClientPlaces
+from diffserve.media.client_slots import ClientSlots
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MEDIA_TYPE, is_form, open_form
@@ -62,7 +62,7 @@ class FileRoutes:
         self._files = files
         self._batches = batches
         self._owners = owners
-        self._uploads = ClientPlaces(MAX_UPLOADS)
+        self._uploads = ClientSlots(MAX_UPLOADS)
         body = {"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": UPLOAD}}}}
         app.post("/v1/files", summary="Upload a file", openapi_extra=body, responses=error_responses(507))(self.upload)
         app.get("/v1/files", summary="List files")(self.list_files)

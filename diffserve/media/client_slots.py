@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class ClientPlaces:
-    """A semaphore of ``num_places`` slots, at most one per client; waiting clients are served in order of arrival."""
+class ClientSlots:
+    """A semaphore of ``num_slots`` slots, at most one per client; waiting clients are served in order of arrival."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._active: set[str] = set()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
@@ -43,7 +43,7 @@ class ClientPlaces:
         """Give free slots to the clients that have waited longest and hold none."""
         for entry in list(self._waiting):
             client, turn = entry
-            if len(self._active) >= self._num_places:
+            if len(self._active) >= self._num_slots:
                 return
             if client not in self._active and not turn.done():
                 self._active.add(client)

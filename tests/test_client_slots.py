@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from diffserve.client_places import ClientPlaces
+from diffserve.media.client_slots import ClientSlots
 
 
 class Work:
     """Concurrent work of clients in ``places`` that runs until :meth:`end`."""
 
-    def __init__(self, num_places: int) -> None:
-        self.places = ClientPlaces(num_places)
+    def __init__(self, num_slots: int) -> None:
+        self.places = ClientSlots(num_slots)
         self.inside: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
