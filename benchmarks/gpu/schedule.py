@@ -67,10 +67,11 @@ SCHEDULE: Final = (
         65,
         "SDXL by compiled calls, with and without graphs: exactness, images, latency",
         f"{NETWORK}:sdxl_compiled",
-        needs=("sdxl-16",),
+        needs=("sdxl-16", "sdxl-8", "sdxl-decoder"),
         quiet=True,
     ),
-    Row("sd15", 35, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16",), quiet=True),
+    Row("sd15", 35, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15",
+        needs=("sd15-16", "sd15-decoder"), quiet=True),
     Row("sdxl-images", 45, "16 images of 20 steps: eager, deterministic, VAE", f"{NETWORK}:sdxl_images", quiet=True),
     Row("sdxl", 25, "SDXL bf16: layouts, profile of a step, cost curve", f"{NETWORK}:sdxl_calls", quiet=True),
     Row("diffusers", 55, "diffusers on the same weights: serial, batches of 8", f"{HERE}.peer_row:run",
@@ -81,9 +82,11 @@ LENGTH_S: Final = 580.0
 
 JOBS: Final = (
     Job("sdxl-16", "package", "sdxl", "bfloat16", 16),
-    Job("sd15-16", "package", "sd15", "bfloat16", 16),
     Job("diffusers-16", "peer", "sdxl", "bfloat16", 16),
+    Job("sdxl-8", "package", "sdxl", "bfloat16", 8),
+    Job("sd15-16", "package", "sd15", "bfloat16", 16),
     Job("sdxl-decoder", "decoder", "sdxl", "bfloat16", 1),
+    Job("sd15-decoder", "decoder", "sd15", "bfloat16", 1),
 )
 QUICK_JOBS: Final = (Job("sdxl-2", "package", "sdxl", "float32", 2),)
 QUICK_PATIENCE: Final = 12.0
