@@ -83,7 +83,6 @@ def sdxl_compiled(bench: Bench) -> None:
     bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
     settings: dict[str, Any] = {"compile": "warm", "cuda_graphs": True}
     figures = bench.point("images", lambda: _offline(bench, model, 16, **settings), needs_s=16)
-    bench.point("throughput", lambda: _offline(bench, model, 16, policy="throughput", **settings), needs_s=15)
     if figures is not None:
         rate_per_s = float(figures["images_per_s"])
         bench.point("latency", partial(_latency, bench, model, 14, rate_per_s, **settings), needs_s=18)
@@ -99,7 +98,7 @@ def sd15(bench: Bench) -> None:
     bench.point("profile", lambda: profile_step(bench, model, num_rows), needs_s=3)
     bench.point("eager", lambda: _offline(bench, model, 32, cuda_graphs=False), needs_s=8)
     bench.point("layouts", lambda: compare_layouts(bench, model, (num_rows,), repeats=_repeats(bench)), needs_s=2)
-    bench.point("deterministic", lambda: _offline(bench, model, 32, deterministic=True, cuda_graphs=True), needs_s=8)
+    bench.point("deterministic", lambda: _offline(bench, model, 32, deterministic=True, cuda_graphs=True), needs_s=25)
     bench.point("invariance", lambda: _invariance(bench, model), needs_s=6)
 
 
@@ -107,8 +106,8 @@ def sdxl_images(bench: Bench) -> None:
     """Measure a mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; and the VAE."""
     model = _load(bench, "sdxl")
     bench.point("graphs", lambda: _offline(bench, model, 16, cuda_graphs=True), needs_s=18)
-    bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=15)
-    bench.point("vae", lambda: compare_decoders(bench, model, (1, 4)), needs_s=6)
+    bench.point("vae", lambda: compare_decoders(bench, model, (1, 4)), needs_s=14)
+    bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=32)
     bench.point("eager", lambda: _offline(bench, model, 16, cuda_graphs=False), needs_s=18)
     bench.point("vae-tiles", lambda: compare_tiles(bench, model), needs_s=10)
 

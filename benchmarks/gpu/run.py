@@ -169,12 +169,13 @@ class CompileJobs:
         self._report.write()
         say(f"{self._report.now_s:7.1f} s  compile job {name} ended with {code} after {entry['wall_s']} s")
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all jobs have ended, for at most ``seconds``."""
-        until_s = self._report.now_s + seconds
-        while self.unfinished and self._report.now_s < until_s:
+    def wait_for_one(self, seconds: float) -> bool:
+        """Wait until a job has ended, for at most ``seconds``. Returns whether one has."""
+        until_s, unfinished = self._report.now_s + seconds, self.unfinished
+        while self.unfinished == unfinished and self._report.now_s < until_s:
             self.poll()
             time.sleep(POLL_S)
+        return self.unfinished != unfinished
 
     def close(self) -> None:
         """End what still runs."""
@@ -196,7 +197,8 @@ def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], 
             length_s = patience * options["length_s"]
             row = next_row(pending, compiling.unfinished)
             if row is None:
-                compiling.wait(length_s - patience * seconds_of(pending) - report.now_s)
+                if compiling.wait_for_one(length_s - patience * seconds_of(pending) - report.now_s):
+                    continue
                 row = next_row(pending, compiling.unfinished, is_patient=False) or pending[0]
             pending.remove(row)
             left_s = length_s - patience * seconds_of(pending) - report.now_s

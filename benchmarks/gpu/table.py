@@ -58,7 +58,6 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
         ("sdxl-images", "eager"),
         ("sdxl-images", "graphs"),
         ("sdxl-compiled", "images"),
-        ("sdxl-compiled", "throughput"),
     )
     sdxl = _largest(*(rate(row, point) for row, point in served))
     sd15 = _largest(rate("sd15", "eager"), rate("sd15", "graphs"), rate("sd15", "compiled"))
