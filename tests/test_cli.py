@@ -387,6 +387,27 @@ def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, mo
     assert outcome.out.rstrip().splitlines()[-1].startswith("cache: /proc/cache cannot be written: ")
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ('[text]\nmodel = "/nope"\n', "text.model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\ndraft_model = "/nope"\n', "text.draft_model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\nrewriter_style = "nope"\n', "text.rewriter_style: "),
+        ('[serve]\nhost = "0.0.0.0"\n', "serve.host: host is '0.0.0.0', and without API keys"),
+        ('[serve]\nsafety_filter = "nope:nope"\n', "serve.safety_filter: safety_filter 'nope:nope'"),
+        ('[serve]\ndevices = ["cuda:77"]\n', "serve.devices: "),
+    ],
+)
+def test_doctor_reports_why_the_server_would_not_start(
+    run: Run, model: Path, tmp_path: Path, config: str, problem: str
+) -> None:
+    (tmp_path / "my.toml").write_text(config, encoding="utf-8")
+    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu", "--data-dir", tmp_path / "data")
+    assert outcome.code == 1
+    assert outcome.out.splitlines()[-1].startswith(problem)
+    assert not (tmp_path / "data").exists()
+
+
 def test_doctor_reports_everything_else_before_a_load_error(run: Run) -> None:
     outcome = run("doctor", "--model", "/no/such/model")
     assert outcome.code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from diffserve.api.errors import DiffserveError
 from diffserve.disk_cache import DiskCache
+from diffserve.media.provenance import Marks
 from diffserve.models.profiles import find_few_step
-from diffserve.settings.config import EngineConfig, Settings
+from diffserve.rewriting import find_rewriter, load_style
+from diffserve.rewriting.style import EMBEDDED
+from diffserve.service.http.keys import ENV_KEY
+from diffserve.service.run import check_open, open_ring, open_store
+from diffserve.service.safety import Safety
+from diffserve.settings.config import AUTO_STYLE, EngineConfig, Settings
 from diffserve.settings.layers import KEYS
+from diffserve.store.database import FILE
 from diffserve.store.unet_paths import UNetPathFile
 from diffserve.version import __version__
 
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from diffserve.runtime.dry_run import GPU
     from diffserve.runtime.footprint import Footprint
 
+EXIT_PROBLEM = 1
 PROBE_BYTES = 1 << 16
 ROWS = (1, 2, 8)
 STEP_HEADINGS = ("rows", "TFLOP", "kernels", "activations", "at least")
@@ -32,7 +41,9 @@ LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
 def run(settings: Settings, gpu: str | None = None) -> int:
-    """Print the report on standard output. Errors in loading the model are raised after the other sections.
+    """Print the report on standard output and return the exit code: 0, or 1 if ``diffserve serve`` would not start.
+
+    Errors in loading the image model are raised after the other sections.
 
     Args:
         settings: The settings to report.
@@ -74,9 +85,67 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     if left:
         _section(console, f"not in {choice.dtype}", ((line,) for line in left))
     _section(console, "folders", ((name, status) for name, status, _ in folders))
+    reasons = list(_start_problems(settings))
     problems = [f"{name}: {status}" for name, status, is_writable in folders if not is_writable]
+    problems += [reason.rstrip(".") for reason in reasons]
     console.print(f"\n{'; '.join(problems) or 'all is well'}.", markup=False, soft_wrap=True)
-    return 0
+    return EXIT_PROBLEM if reasons else 0
+
+
+def _start_problems(settings: Settings) -> Iterator[str]:
+    """Yield the reasons for which ``diffserve serve`` would not start, apart from those of the image model."""
+    for key, check in (
+        ("text.model", _check_language_model),
+        ("text.draft_model", _check_draft_model),
+        ("text.rewriter_style", _check_style),
+        ("serve.host", _check_access),
+        ("serve.c2pa_certificate", lambda settings: Marks.of(settings.serve)),
+        ("serve.safety_filter", _check_safety_filter),
+        ("serve.devices", _check_devices),
+    ):
+        try:
+            check(settings)
+        except DiffserveError as error:
+            yield f"{key}: {error.message}"
+
+
+def _check_language_model(settings: Settings) -> None:
+    if settings.text.model not in ("", EMBEDDED):  # without the embedded one the server starts with a warning
+        find_rewriter(settings.text.model)
+
+
+def _check_draft_model(settings: Settings) -> None:
+    if settings.text.model and settings.text.draft_model:
+        find_rewriter(settings.text.draft_model)
+
+
+def _check_style(settings: Settings) -> None:
+    if settings.text.model and settings.text.rewriter_style != AUTO_STYLE:
+        load_style(settings.text.rewriter_style)
+
+
+def _check_access(settings: Settings) -> None:
+    """Check that the server would not be open to other machines unintentionally. Raises ConfigError."""
+    serve = settings.serve
+    if (Path(serve.data_dir).expanduser() / FILE).is_file():
+        open_store(serve)
+    else:
+        open_ring(None)
+        if not os.environ.get(ENV_KEY):
+            check_open(serve, None)
+
+
+def _check_safety_filter(settings: Settings) -> None:
+    with Safety.running(settings):
+        pass
+
+
+def _check_devices(settings: Settings) -> None:
+    from diffserve.runtime import choose_for
+
+    profile = settings.model
+    for device in dict.fromkeys(settings.serve.devices):
+        choose_for(profile.path, device, profile.dtype, settings.engine.offload)
 
 
 def _versions() -> Iterable[tuple[str, str]]:
@@ -164,7 +233,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
     """Yield name, status and whether files can be written, for every output folder."""
     cache = DiskCache.at(settings.engine.cache_dir).folder
-    for name, folder in (("cache", cache), ("pictures", Path(settings.serve.data_dir).expanduser())):
+    for name, folder in (("cache", cache), ("data", Path(settings.serve.data_dir).expanduser())):
         if folder is None:
             yield name, "none; nothing is stored", True
             continue
