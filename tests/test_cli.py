@@ -22,7 +22,7 @@ from diffserve.cli import main
 from diffserve.cli.outputs import name_after, plan_outputs, write_output
 from diffserve.media.images import read_infotext
 
-LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms per step, [\d.]+ s in total"
 
 
 class Outcome(NamedTuple):
@@ -373,9 +373,9 @@ def test_doctor_reports_device_model_memory_and_origins(run: Run, model: Path, t
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
     assert "few steps lightning, recognized by the name 'fox-lightning-2step': sampler euler, steps 2" in squeezed
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^a row's features for DeepCache [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^DeepCache features per row [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^free on cpu [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^at the most, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^peak, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")
 

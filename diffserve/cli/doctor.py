@@ -83,7 +83,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "UNet calls", _unet_calls(model, settings))
     left = model.unquantized_layers()
     if left:
-        _section(console, f"not in {choice.dtype}", ((line,) for line in left))
+        _section(console, f"layers not in {choice.dtype}", ((line,) for line in left))
     _section(console, "folders", ((name, status) for name, status, _ in folders))
     reasons = list(_start_problems(settings))
     problems = [f"{name}: {status}" for name, status, is_writable in folders if not is_writable]
@@ -170,7 +170,7 @@ def _settings(settings: Settings) -> Iterable[tuple[str, str, str]]:
 def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:
     yield "device", str(choice.device)
     yield "precision", choice.dtype
-    yield "because", choice.reason
+    yield "reason", choice.reason
 
 
 def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
@@ -181,9 +181,9 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
     yield "predicts", info.prediction_type
     if model.plausibility is not None:
         plausible = "" if model.plausibility.is_plausible else " (random, damaged or distilled weights)"
-        yield "error read as", f"{model.plausibility}{plausible}"
+        yield "prediction check", f"{model.plausibility}{plausible}"
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
-    yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
+    yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels per cell"
     yield "trained on", f"{info.train_timesteps} timesteps"
     few_step = find_few_step(location)
     if few_step is not None:
@@ -193,7 +193,7 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
     if info.scorer:
         yield "scorer", info.scorer
     if info.learnt_words:
-        yield "learnt words", ", ".join(info.learnt_words)
+        yield "learned words", ", ".join(info.learnt_words)
     for word, problem in info.refused_words.items():
         yield "skipped word", f"{word}: {problem}"
 
@@ -207,7 +207,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
     config = settings.engine
     packages = Packages(model, DiskCache.at(config.cache_dir))
     graphs = config.cuda_graphs and model.device.type == "cuda"
-    recorded = "recorded where launching takes most of a call's time"
+    recorded = "used where launch overhead dominates"
     yield "CUDA graphs", recorded if graphs else "none: the device is not CUDA, or engine.cuda_graphs is false"
     if config.compile == "off":
         yield "compiled", "no: engine.compile is off"
@@ -217,7 +217,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
         return
     yield "compiler", packages.compiler_name
     if compiles_in_background(model, config):
-        yield "compiled", "in the background, used where measured as faster"
+        yield "compiled", "in the background, used where faster"
         return
     key = path_key(model, packages, config.compile)
     known_paths = UNetPathFile(Path(settings.serve.data_dir).expanduser()).known()
@@ -225,9 +225,9 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
     for path in stored:
         yield f"{path.width_px}x{path.height_px}, {path.num_tokens} tokens", f"{path.path}: {path.reason} (stored)"
     if not stored and config.compile != "warm" and packages.is_by_openvino:
-        yield "compiled", "by diffserve serve, for the native size, before it reports ready"
+        yield "compiled", "by diffserve serve at start, for the native size"
     elif not stored:
-        yield "compiled", "shapes that diffserve warm was run for"
+        yield "compiled", "only shapes that diffserve warm has compiled"
 
 
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
@@ -253,19 +253,19 @@ def _memory(footprint: Footprint, choice: DeviceChoice, config: EngineConfig) ->
     entries = footprint.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
-    yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(footprint.weights_bytes)
+    yield "total", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(footprint.weights_bytes)
     yield "page pool", "", _mebibytes(footprint.page_pool_bytes)
     yield "image cache", "", _mebibytes(config.result_cache_bytes)
     yield "latent cache", "", _mebibytes(config.latent_cache_bytes)
     yield "decoding an image", "", _mebibytes(footprint.decode.peak_bytes)
     if footprint.shallow is not None:
-        yield "a row's features for DeepCache", "", _mebibytes(footprint.feature_bytes)
-        yield "a shallow row's activations", "", _mebibytes(footprint.shallow.peak_bytes)
-    yield f"at the most, {max(footprint.steps)} rows", "", _mebibytes(footprint.peak_bytes)
+        yield "DeepCache features per row", "", _mebibytes(footprint.feature_bytes)
+        yield "DeepCache activations per row", "", _mebibytes(footprint.shallow.peak_bytes)
+    yield f"peak, {max(footprint.steps)} rows", "", _mebibytes(footprint.peak_bytes)
     spread = {} if choice.spread is None else choice.spread._asdict()
     for part, rooms in spread.items():
         for name, num_bytes in rooms:
-            yield f"{part}, at the most on {name}", "", _mebibytes(num_bytes)
+            yield f"{part}, maximum on {name}", "", _mebibytes(num_bytes)
     for device in choice.devices:
         free = free_bytes(device)
         yield f"free on {device}", "", "unknown" if free is None else _mebibytes(free)

@@ -57,7 +57,7 @@ GENERATE_HINTS: Final = ToolAnnotations(read_only_hint=False, destructive_hint=F
 READ_ONLY_HINTS: Final = ToolAnnotations(read_only_hint=True)
 
 Size = Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto for the native size of the model.")]
-Negative = Annotated[str, Field(description="What the image must not show.")]
+Negative = Annotated[str, Field(description="What to avoid in the image.")]
 Seed = Annotated[int | None, Field(description="Reproduces an image. Default: random; the result reports it.", ge=0)]
 VariationStrength = Annotated[
     float | None,
@@ -124,7 +124,7 @@ class Tools:
 
     async def generate_image(
         self,
-        prompt: Annotated[str, Field(description="What the images show.")],
+        prompt: Annotated[str, Field(description="Description of the images.")],
         ctx: Context[Any, Any],
         negative_prompt: Negative = "",
         size: Size = "auto",
@@ -148,7 +148,7 @@ class Tools:
 
     async def edit_image(
         self,
-        prompt: Annotated[str, Field(description="What the whole new image shows, not only the change.")],
+        prompt: Annotated[str, Field(description="Description of the whole new image, not only of the change.")],
         image: InputImage,
         ctx: Context[Any, Any],
         mask: Annotated[
@@ -176,7 +176,7 @@ class Tools:
 
     async def rewrite_prompt(
         self,
-        prompt: Annotated[str, Field(description="What the image should show, in any words.")],
+        prompt: Annotated[str, Field(description="What the image should show, in your own words.")],
         n: Annotated[int, Field(description="Number of prompts.", ge=1, le=10)] = 1,
         style: Annotated[str | None, Field(description="Prompt style. Default: chosen by the server.")] = None,
         seed: Seed = None,

@@ -63,7 +63,7 @@ def test_two_sweeps_never_paint_into_one_folder_and_a_killed_one_frees_it(tmp_pa
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(InvalidRequest, match="another sweep is painting into"):
+        with pytest.raises(InvalidRequest, match="another sweep is writing to"):
             take_lock(tmp_path)
         other.kill()
     take_lock(tmp_path).close()

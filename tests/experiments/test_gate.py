@@ -158,7 +158,7 @@ def run_main(*arguments: object) -> int:
     [
         (["--gate", "fp32"], "--gate is 'fp32'; write it as REFERENCE:CANDIDATE"),
         (["--gate", "fp32:fp33"], "--gate: dtype is 'fp33'; choose one of auto, float32"),
-        (["--gate", "fp32:bf16", "--dtype", "int8"], "--dtype and --gate both name precisions; give --gate alone."),
+        (["--gate", "fp32:bf16", "--dtype", "int8"], "--dtype and --gate both set precisions; give only --gate."),
         (["--gate", "fp32:bf16", "--gate-psnr", "200"], "psnr_db is 200; it must lie between 0 and 99."),
         (["--gate-psnr", "20"], "add --gate REFERENCE:CANDIDATES."),
         (["--gate", "fp32:int8", "--offload", "cpu"], "--gate: offload is 'cpu' with dtype int8"),

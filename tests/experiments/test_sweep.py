@@ -278,7 +278,7 @@ def run_main(*arguments: object) -> int:
         (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are painted"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
         (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
-        (["--prompts", "empty"], "'empty' holds no prompts; write one a line."),
+        (["--prompts", "empty"], "'empty' has no prompts; write one per line."),
         (["--guidance", ""], "--guidance is empty"),
         (["--seeds", "some"], "Invalid value for '--seeds'"),
         (["-o", "file"], "cannot write to 'file': Not a directory."),
@@ -354,7 +354,7 @@ def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
     for how in (signal.SIGINT, signal.SIGKILL):
         code, error = stop_when_a_cell_is_finished(command, stopped, how)
         if how == signal.SIGINT:
-            message = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
+            message = f"stopped; finished images are kept in {stopped}; run the same command again to continue"
             assert (code, error.splitlines()[-1]) == (130, message)
         else:
             assert "of it is there already and is not painted again" in error

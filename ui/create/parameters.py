@@ -313,7 +313,7 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         reasons.append(f"It was interrupted after {steps}: the result will be the finished image.")
     if is_enlarged(read):
         reasons.append(
-            "It was enlarged in a second pass (hires fix), which is not supported: the result will be the smaller image."
+            "It was enlarged in a second pass (hires fix), which is not supported: the result will be smaller."
         )
     elif "Denoising strength" in read.fields:
         reasons.append("It started from an image that is not in the file: choose that image under Edit an image.")
