@@ -123,7 +123,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
         (["generate", "a fox", "-o", "new/"], "or name a folder that is there."),
-        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one image, but -n is 2;"),
+        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - writes a single image, but -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
         (
             ["generate", "a fox", "--quality", "fine", "--steps", "3"],
@@ -264,7 +264,7 @@ def test_unknown_words_are_listed_with_a_rewrite_command(run: Run) -> None:
     assert outcome.code == 0
     assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
     assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
-    assert "to use words that the model knows, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+    assert "to rewrite the prompt in known words, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
 
 @pytest.mark.parametrize(

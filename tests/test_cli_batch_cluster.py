@@ -153,7 +153,7 @@ def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
     for number in range(MOST_TRIES):
         batch.place.part_path(0).with_name(f".000000-there-{number}.part").write_bytes(b"")
     [report] = batch.paint()
-    assert "4 workers were lost while they painted lines 1 to 1" in report.error
+    assert "4 workers were lost while they generated lines 1 to 1" in report.error
     with pytest.raises(InvalidRequest, match="was started with --shard-lines 4;"):
         ShardFolder.open(batch.place.folder, lines=5, webdataset=False)
     with pytest.raises(InvalidRequest, match="was started with"):

@@ -156,7 +156,7 @@ def test_a_batch_without_lines_on_standard_input_is_refused(run: Run, monkeypatc
     assert run("batch", "-", "-o", "out").err == "diffserve: standard input has no prompt; write one per line.\n"
     refused = run("batch", "-", "-o", "out", "--cluster")
     assert refused.err == (
-        "diffserve: --cluster cannot read standard input, FILE is -; give a file that the workers can read.\n"
+        "diffserve: --cluster cannot read standard input; give a file that all workers can read instead of -.\n"
     )
 
 

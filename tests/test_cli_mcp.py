@@ -28,9 +28,10 @@ def test_an_impossible_port_is_one_line(port: int, capsys: pytest.CaptureFixture
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit) as caught:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        main(["mcp", "--http", str(port)])
+        with pytest.raises(SystemExit) as caught:
+            main(["mcp", "--http", str(port)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error == f"diffserve: cannot listen on 127.0.0.1:{port}: Address already in use; try another --http.\n"

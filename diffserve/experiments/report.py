@@ -206,7 +206,7 @@ def _notes(
         "of random filters (64 features). No trained network ships with this package or is downloaded, so the values "
         "are not comparable with FID or KID in Inception features. The Frechet distance depends on the number of "
         "images: compare equal numbers only. Both look better against the converged images, which share the seeds.",
-        f"Milliseconds per step and seconds per image are for one image alone on the engine: the median of {TIMED_ROUNDS} "
+        f"Milliseconds per step and seconds per image are for one image alone on the engine: median of {TIMED_ROUNDS} "
         "rounds over all cells after all images were generated. Images per second are for the full engine: each image "
         "is charged its share of every tick that it was part of, by rows, while the cells shared the engine.",
         "The Pareto front uses only the values; check the intervals before you trust a small difference.",

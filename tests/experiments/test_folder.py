@@ -47,7 +47,7 @@ def test_pieces_of_a_sweep_without_a_readable_setup_are_refused(tmp_path: Path) 
     parts.mkdir()
     refuse_other_sweep(tmp_path, BEGUN)
     (parts / "ddim-5.jsonl").touch()
-    with pytest.raises(InvalidRequest, match="a sweep that another version began"):
+    with pytest.raises(InvalidRequest, match="a sweep of another version"):
         store_at(tmp_path)
     (parts / SETUP).write_text("{", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="a sweep that cannot be read"):

@@ -102,7 +102,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     assert document["failed"] == []
     assert document["models"]["bfloat16"]["dtype"] == "bfloat16"
     assert msgspec.convert(document["rows"], tuple[GateRow, ...]) == first.rows
-    assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
+    assert any("only images of the embedded model can be checked" in note for note in document["notes"])
     with Image.open(folder / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
     later_events = list[SweepProgress]()
