@@ -170,7 +170,7 @@ class AsyncStream(Generic[EventT]):
         except msgspec.MsgspecError as error:
             raise unexpected(self._url) from error
         if not self._reader.is_complete and not self._is_closed:
-            raise ServerLost(f"the answer of {self._url} ended too early; is the server still running?")
+            raise ServerLost(f"the answer from {self._url} ended too early; is the server still running?")
 
     async def close(self) -> None:
         """Close the connection and end the iteration; the server cancels the request at its next step."""

@@ -88,7 +88,7 @@ def test_asking_whether_a_folder_can_be_written_makes_nothing(tmp_path: Path) ->
 
 def test_results_that_no_sweep_wrote_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "cells.csv").write_text("precious", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"holds a cells\.csv that no sweep wrote"):
+    with pytest.raises(InvalidRequest, match=r"has a cells\.csv that was not written by a sweep"):
         store_at(tmp_path)
     (tmp_path / PARTS).mkdir()
     refuse_folder(tmp_path, RESULTS)

@@ -29,7 +29,7 @@ def test_a_larger_gain_says_whether_it_is_far_larger() -> None:
     gain = Estimate(0.3, 0.2, 0.4)
     surely = "ddpm gains more by 30.0 points (95 % interval 20 to 40), clearly more than twice as much"
     assert describe_gains(Measure.EXACT, gain, 1, is_far_more=True) == surely
-    assert ", but not surely more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
+    assert ", but not clearly more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
     assert describe_gains(Measure.EXACT, gain, -1, is_far_more=False).startswith("ddpm gains less by 30.0 points")
 
 

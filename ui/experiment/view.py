@@ -178,7 +178,7 @@ def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
         if (best := chart.knee) is not None:
             cell, measure = best.summary.cell, chart.measure
             return (
-                "Dashed: settings that no other beats in both quality and time (Pareto front). Circled: its knee, "
+                "Dashed: settings that no other beats in both quality and time (Pareto front). Circled, its knee: "
                 f"{names.get(cell.sampler, cell.sampler)} with {cell.num_steps} steps; beyond {best.x:.2g} s and "
                 f"{measure.write(best.value.value)} ({measure.title}) more time helps less."
             )
