@@ -285,7 +285,7 @@ def test_further_models_have_names_and_inherit_user_set_keys_of_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[models]\n'../x' = 'embedded'\n", "models.../x: a model's name is of letters"),
+        ("[models]\n'../x' = 'embedded'\n", "models.../x: a model name may have letters"),
         ("[models]\nx = 3\n", "models.x is 3; give a path, or a table"),
         ("[models]\nx = '/nowhere'\n", "models.x: there is no model at '/nowhere'"),
         ("[models]\nembedded = 'embedded-turbo'\n", "two models are called 'embedded'"),
