@@ -22,7 +22,7 @@ from diffserve.cli import main
 from diffserve.cli.outputs import name_after, plan_outputs, write_output
 from diffserve.media.images import read_infotext
 
-LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms per step, [\d.]+ s in total"
 
 
 class Outcome(NamedTuple):
@@ -123,7 +123,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
         (["generate", "a fox", "-o", "new/"], "or name a folder that is there."),
-        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one image, but -n is 2;"),
+        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - writes a single image, but -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
         (
             ["generate", "a fox", "--quality", "fine", "--steps", "3"],
@@ -264,7 +264,7 @@ def test_unknown_words_are_listed_with_a_rewrite_command(run: Run) -> None:
     assert outcome.code == 0
     assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
     assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
-    assert "to use words that the model knows, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+    assert "to rewrite the prompt in known words, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,9 @@ def test_doctor_reports_device_model_memory_and_origins(run: Run, model: Path, t
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
     assert "few steps lightning, recognized by the name 'fox-lightning-2step': sampler euler, steps 2" in squeezed
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^a row's features for DeepCache [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^DeepCache features per row [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^free on cpu [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^at the most, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^peak, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")
 
@@ -385,6 +385,27 @@ def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, mo
     outcome = run("doctor", "--model", model, "--device", "cpu")
     assert "all is well" not in outcome.out
     assert outcome.out.rstrip().splitlines()[-1].startswith("cache: /proc/cache cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ('[text]\nmodel = "/nope"\n', "text.model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\ndraft_model = "/nope"\n', "text.draft_model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\nrewriter_style = "nope"\n', "text.rewriter_style: "),
+        ('[serve]\nhost = "0.0.0.0"\n', "serve.host: host is '0.0.0.0', and without API keys"),
+        ('[serve]\nsafety_filter = "nope:nope"\n', "serve.safety_filter: safety_filter 'nope:nope'"),
+        ('[serve]\ndevices = ["cuda:77"]\n', "serve.devices: "),
+    ],
+)
+def test_doctor_reports_why_the_server_would_not_start(
+    run: Run, model: Path, tmp_path: Path, config: str, problem: str
+) -> None:
+    (tmp_path / "my.toml").write_text(config, encoding="utf-8")
+    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu", "--data-dir", tmp_path / "data")
+    assert outcome.code == 1
+    assert outcome.out.splitlines()[-1].startswith(problem)
+    assert not (tmp_path / "data").exists()
 
 
 def test_doctor_reports_everything_else_before_a_load_error(run: Run) -> None:

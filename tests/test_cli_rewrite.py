@@ -67,7 +67,7 @@ def test_several_prompts_are_reproduced_by_the_seed(run: Run, model: Path) -> No
 def test_fewer_different_prompts_than_requested_are_noted(run: Run, model: Path) -> None:
     code, out, err = run("either", "-n", 6, "--model", model)
     assert (code, len(out.splitlines())) == (0, 3)
-    assert err == "note: 6 prompts were requested, and the model has 3 different prompts for this wish.\n"
+    assert err == "note: 6 prompts were requested, but the model found only 3 different prompts.\n"
 
 
 def test_rejected_rewrite_is_noted_once_and_the_wish_is_kept(run: Run, model: Path) -> None:

@@ -203,9 +203,9 @@ def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(
         doctor.run(settings)
     output = " ".join(capsys.readouterr().out.split())
     for line in (
-        "text, at the most on cpu",
-        "unet, at the most on cpu ",
-        "unet, at the most on cpu:1",
+        "text, maximum on cpu",
+        "unet, maximum on cpu ",
+        "unet, maximum on cpu:1",
         "free on cpu:1",
     ):
         assert line in output
