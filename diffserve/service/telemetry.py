@@ -259,12 +259,14 @@ class GenAiMetrics:
                 f"gen_ai.{name}", unit, description, explicit_bucket_boundaries_advisory=list(bounds)
             )
 
-        self._duration = histogram("server.request.duration", "s", "Of a request, from queue to end.", DURATIONS_S)
-        description = "From submit to the first token."
+        self._duration = histogram(
+            "server.request.duration", "s", "Duration of a request, including its time in the queue.", DURATIONS_S
+        )
+        description = "Time from submission to the first token."
         self._first_token = histogram("server.time_to_first_token", "s", description, FIRST_TOKEN_S)
-        description = "Mean time of each later token."
+        description = "Mean time per output token after the first."
         self._a_token = histogram("server.time_per_output_token", "s", description, A_TOKEN_S)
-        self._tokens = histogram("client.token.usage", "{token}", "Read, and said, in a request.", TOKENS)
+        self._tokens = histogram("client.token.usage", "{token}", "Input and output tokens of a request.", TOKENS)
         self._begun: dict[str, tuple[float, dict[str, str]]] = {}
 
     @classmethod

@@ -243,7 +243,7 @@ class EngineClient:
         except TimeoutError:
             await connection.stop(grace_s=0.0)
             await asyncio.gather(connection.ready, return_exceptions=True)
-            self._load_failed(ModelLoadError(f"the model took longer than {self._startup_timeout_s:g} s to load."))
+            self._load_failed(ModelLoadError(f"loading the model took longer than {self._startup_timeout_s:g} s."))
         except ModelLoadError as error:
             await connection.stop()
             self._load_failed(error)
@@ -369,10 +369,12 @@ def watch_engines(metrics: Metrics, engines: Sequence[EngineClient]) -> None:
         times = [engine.load_s for engine in engines if engine.load_s is not None]
         return {(): max(times)} if times else {}
 
-    text = "Seconds since the last answer of the engine, also while it loads."
+    text = "Seconds since the last message from the engine, also while it loads its model."
     metrics.watch("engine_heartbeat_age_seconds", text, lambda: {(): max(engine.silent_s for engine in engines)})
-    metrics.watch("model_load_seconds", "Seconds from telling the engine what to load to its first tick.", loads)
-    metrics.watch("model_info", "The models that are served; always 1.", infos, "model", "digest", "dtype")
+    metrics.watch("model_load_seconds", "Seconds from the load command to the engine's first tick.", loads)
+    metrics.watch(
+        "model_info", "Loaded models, with digest and dtype as labels; always 1.", infos, "model", "digest", "dtype"
+    )
 
 
 class LoadTimes:

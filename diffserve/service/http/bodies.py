@@ -30,11 +30,11 @@ MAX_LONG_QUOTES: Final = 40_000  # of bodies above LONG_BYTES, which are long be
 MAX_SHOWN_CHARS: Final = 40
 MAX_DEADLINE_S: Final = 1_000_000.0
 FLEX: Final = "flex"
-DEADLINE_TEXT: Final = "Seconds from now; the request is refused if it cannot be finished by then."
+DEADLINE_TEXT: Final = "Deadline in seconds from now; the request is rejected if it cannot be finished by then."
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # also one without a closing quote
 _ALL_BUT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
-CHANGES_NOTHING: Final = "Accepted for compatibility; changes nothing."
+CHANGES_NOTHING: Final = "Accepted for compatibility; no effect."
 Ignored = Annotated[str, Field(max_length=256, description=CHANGES_NOTHING)]
 IgnoredFlag = Annotated[bool, Field(description=CHANGES_NOTHING)]
 IgnoredObject = Annotated[dict[str, Any], Field(description=CHANGES_NOTHING)]
@@ -65,8 +65,8 @@ class Body(BaseModel):
 class WorkBody(Body):
     """Body of a request for work, with its priority and deadline."""
 
-    priority: Annotated[Priority, Field(description="batch: runs when interactive work leaves time.")] | None = None
-    service_tier: Annotated[str, Field(max_length=64, description="flex means the priority batch.")] | None = None
+    priority: Annotated[Priority, Field(description="batch: runs when no interactive work is waiting.")] | None = None
+    service_tier: Annotated[str, Field(max_length=64, description="flex: the same as priority batch.")] | None = None
     deadline_s: Annotated[float, Field(gt=0.0, le=MAX_DEADLINE_S, description=DEADLINE_TEXT)] | None = None
 
     def urgency(self, timeout_s: float) -> Urgency:
@@ -163,7 +163,7 @@ def explain(
         if limit == 0:
             return InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
         length = len(read_input(index)) if length is None else length
-        return InvalidRequest(f"{name} has {length} {unit}; at most {limit} are taken.", param=name, code=code)
+        return InvalidRequest(f"{name} has {length} {unit}; at most {limit} are allowed.", param=name, code=code)
     return InvalidRequest(f"{name} is {show(read_input(index))}; {_requirement(kind, context)}.", param=name)
 
 
@@ -202,7 +202,7 @@ def _requirement(kind: str, context: dict[str, Any]) -> str:
         "int_from_float": "it must be a whole number",
         "float_parsing": "it must be a number",
         "bool_parsing": "it must be true or false",
-        "int_parsing_size": "that is too large",
+        "int_parsing_size": "the number is too large",
         "float_type": "it must be a number",
         "finite_number": "it must be a finite number",
         "string_type": "it must be text",
@@ -212,14 +212,14 @@ def _requirement(kind: str, context: dict[str, Any]) -> str:
         "dict_type": "it must be an object",
         "model_type": "it must be an object",
         "model_attributes_type": "it must be an object",
-        "string_pattern_mismatch": "it must not hold control characters",
+        "string_pattern_mismatch": "it must not contain control characters",
         "greater_than": "it must be more than {gt:g}",
         "greater_than_equal": "it must be at least {ge}",
         "less_than_equal": "it must be at most {le}",
         "literal_error": "it must be {expected}",
     }
     if kind == "string_pattern_mismatch" and str(context.get("pattern", "")).startswith("^[0-9]"):
-        return "it must be a whole number from 0 on"
+        return "it must be a whole number of 0 or more"
     return requirements.get(kind, "that is not taken").format_map(context)
 
 
@@ -290,4 +290,4 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _too_many(unit: str, count: int, limit: int) -> InvalidRequest:
-    return InvalidRequest(f"the body has {count} {unit}; at most {limit} are taken.", code="body_too_complex")
+    return InvalidRequest(f"the body has {count} {unit}; at most {limit} are allowed.", code="body_too_complex")

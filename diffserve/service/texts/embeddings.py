@@ -35,7 +35,8 @@ Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=T
 MODEL_HELP: Final = "An image model; omitted, or text-embedding-...: the first."
 EmbeddingModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
 Dimensions = Annotated[
-    int, Field(ge=1, le=MAX_DIMENSIONS, description="The first so many, at length 1 again; omitted: all there are.")
+    int,
+    Field(ge=1, le=MAX_DIMENSIONS, description="Number of leading dimensions to keep, normalized again; default: all."),
 ]
 
 
@@ -43,7 +44,7 @@ class EmbeddingBody(WorkBody):
     """Body of an embedding request; the response names the image model whose text encoder was used."""
 
     model_config = ConfigDict(title="CreateEmbeddingRequest")
-    hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
+    hints: ClassVar[Mapping[str, str]] = {"input": "give one or more texts"}
 
     input: (
         Input
