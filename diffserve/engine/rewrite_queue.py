@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 REWRITING_PART: Final = 0.5
 """Of a request's deadline, so much may go into rewriting."""
 
-NO_MODEL: Final = "no language model is loaded, so the prompt was painted as it is."
+NO_MODEL: Final = "no language model is loaded, so the prompt was used as it is."
 FAILED: Final = "the prompt could not be rewritten, so it was painted as it is."
-BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
+BUSY: Final = "the rewriter is busy, so the prompt was used as it is."
 
 
 class Note(NamedTuple):

@@ -64,7 +64,7 @@ class Signer:
         try:
             import c2pa  # type: ignore[import-untyped]
         except ImportError:
-            raise ConfigError(f"c2pa_certificate is given, but c2pa is not here; {INSTALL}.", param="c2pa") from None
+            raise ConfigError(f"c2pa_certificate is given, but the package c2pa is not installed; {INSTALL}.", param="c2pa") from None
         self._c2pa = c2pa
         self._algorithm = self._find_algorithm(certificate)
 

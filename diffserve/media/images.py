@@ -373,7 +373,7 @@ def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image
 
 
 def _too_large(name: str, size: str, max_pixels: int) -> InvalidRequest:
-    message = f"{name} is {size}; at most {max_pixels} pixels are taken."
+    message = f"{name} is {size}; at most {max_pixels} pixels are allowed."
     return InvalidRequest(message, param=name, code="image_too_large")
 
 

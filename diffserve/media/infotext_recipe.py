@@ -144,7 +144,7 @@ def request_of(
         text = read.fields[key]
         if name == "strength" and not has_start:
             if not is_enlarged(read):
-                warnings.append("The picture began from another one, which is not in its parameters.")
+                warnings.append("The image was generated from a start image, which is not in its parameters.")
             continue
         try:
             value = read_value(name, text)
@@ -152,8 +152,8 @@ def request_of(
             message = f"a value in the infotext cannot be used: {key} is {text[:40]!r}; correct it, or leave it out."
             raise InvalidRequest(message, param="infotext") from None
         if value is None or name in refused:
-            reason = "is not known here" if value is None else "is not taken by this model"
-            warnings.append(f"The parameters have {key}: {text[:40]}, which {reason}; it was left out.")
+            reason = "is unknown" if value is None else "is not supported by this model"
+            warnings.append(f"The parameters have {key}: {text[:40]}, which {reason}; it was ignored.")
         else:
             fields[name] = value
     model = read.fields.get("Model", "")
@@ -164,11 +164,11 @@ def request_of(
     if is_enlarged(read) and not has_second_pass:
         warnings.append("The picture was enlarged in a second pass (hires fix), which only /sdapi/v1/txt2img repeats.")
     if unknown := [key for key in read.fields if not _is_known(key)]:
-        warnings.append(f"The parameters have {', '.join(unknown)[:200]}, which nothing here repeats.")
+        warnings.append(f"The parameters have {', '.join(unknown)[:200]}, which this server does not support.")
     if "ControlNet 0" in read.fields:
-        warnings.append("The picture was painted with a ControlNet, whose picture is not in its parameters.")
+        warnings.append("The picture was generated with a ControlNet, whose control image is not in its parameters.")
     if "Similarity" in read.fields:
-        warnings.append("The picture began from the latents of a similar prompt, which are not in its parameters.")
+        warnings.append("The image was generated from the latents of a similar prompt, which are not in its parameters.")
     if read.is_shortened:
         warnings.append("The prompt in the parameters is shortened; its end is missing.")
     return InfotextFields({name: value for name, value in fields.items() if value != ""}, tuple(warnings))

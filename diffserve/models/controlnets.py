@@ -178,7 +178,7 @@ def check_controls(controls: Sequence[Control]) -> None:
         InvalidRequest: There are more than ``MAX_CONTROLNETS``.
     """
     message = (
-        f"{len(controls)} ControlNets are asked for at once; a picture takes at most {MAX_CONTROLNETS}: leave some out."
+        f"{len(controls)} ControlNets are given; at most {MAX_CONTROLNETS} are allowed per image: leave some out."
     )
     check(len(controls) <= MAX_CONTROLNETS, message, PARAM)
 
@@ -242,7 +242,7 @@ class ControlNetFolder:
     def _problem(self, path: Path) -> str:
         """Return why no model can use the ControlNet ``path``; "" if it is usable."""
         if path.suffix in SINGLE_FILES:
-            return f"{path.name} is a single file; diffserve takes a directory with {CONFIG}, as diffusers writes it."
+            return f"{path.name} is a single file; diffserve needs a directory with {CONFIG}, as diffusers writes it."
         try:
             read_controlnet(path)
             files, _ = choose_weights(path, DIFFUSERS_STEM, dtype=self.dtype)
@@ -264,7 +264,7 @@ def read_controlnet(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{file} is of a {config.get('_class_name')}; diffserve builds {ALLOWED_CLASS} there.")
     for name, values in KNOWN_CONDITIONS.items():
         if config.get(name, values[0]) not in values:
-            raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve serves ControlNets without it.")
+            raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve only supports ControlNets without it.")
     if config.get("global_pool_conditions"):
-        raise ModelLoadError(f"{file}: it is for conditional rows alone (global_pool_conditions), which is not served.")
+        raise ModelLoadError(f"{file}: it is for conditional rows only (global_pool_conditions), which is not supported.")
     return config

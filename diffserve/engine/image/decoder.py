@@ -209,8 +209,8 @@ class ImageDecoder:
             without_frames(error)
         self._caller.free_caches()
         if len(latents) > 1:
-            raise torch.OutOfMemoryError("no memory to decode pictures together")
-        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
+            raise torch.OutOfMemoryError("not enough memory to decode images in one batch")
+        logger.warning("not enough memory to decode an image at once: it is decoded in tiles")
         with self._queue:
             return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))
 

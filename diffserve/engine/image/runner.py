@@ -177,7 +177,7 @@ class ImageRunner:
             return any(expert.conditioner.study() for expert in self._experts)
         except Exception as error:
             raise_if_sticky(error)
-            logger.warning("texts are encoded one by one: %s", type(error).__name__, exc_info=error)
+            logger.warning("prompts are encoded one by one: %s", type(error).__name__, exc_info=error)
             return False
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
@@ -382,7 +382,7 @@ class ImageRunner:
             self.decoder.collect_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
-            logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
+            logger.warning("no previews in this tick: decoding them raised %s", type(error).__name__, exc_info=error)
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:

@@ -257,7 +257,7 @@ def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[
         if continuous and not is_edm(config):
             raise ModelLoadError(
                 f"{file.where} is a model of EDM's noise ({continuous['_class_name']}), but "
-                f"{file.config_dir / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
+                f"{file.config_dir / SCHEDULER_FILE} says {config.get('_class_name')}; correct that file."
             )
         return config, False
     if continuous:

@@ -217,10 +217,11 @@ def _requirement(kind: str, context: dict[str, Any]) -> str:
         "greater_than_equal": "it must be at least {ge}",
         "less_than_equal": "it must be at most {le}",
         "literal_error": "it must be {expected}",
+        "extra_forbidden": "this field is unknown",
     }
     if kind == "string_pattern_mismatch" and str(context.get("pattern", "")).startswith("^[0-9]"):
         return "it must be a whole number of 0 or more"
-    return requirements.get(kind, "that is not taken").format_map(context)
+    return requirements.get(kind, "it is not valid").format_map(context)
 
 
 def check_shape(data: bytes) -> None:

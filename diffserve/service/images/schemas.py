@@ -186,11 +186,11 @@ class GenerateBody(SharedBody):
     cfg_scale: Annotated[Guidance, Field(description="Another name for guidance_scale.")] | None = None
     sampler: Annotated[str, Field(description=REQUEST_FIELDS["sampler"].help)] | None = None
     sampler_name: Annotated[str, Field(description="Another name for sampler.")] | None = None
-    scheduler: Annotated[str, Field(description="A sampler, or a schedule type such as karras.")] | None = None
+    scheduler: Annotated[str, Field(description="Another name for sampler, or a schedule type such as karras.")] | None = None
     sigma_schedule: Name | None = None
     spacing: Name | None = None
-    seed: Seed | None = None
-    variation_seed: Seed | None = None
+    seed: Annotated[Seed, Field(description=REQUEST_FIELDS["seed"].help)] | None = None
+    variation_seed: Annotated[Seed, Field(description=REQUEST_FIELDS["variation_seed"].help)] | None = None
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None

@@ -92,7 +92,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, plan: EmbeddingPlan, ticket: Ticket) -> Events:
-        raise NotImplementedError("vectors are not streamed")  # embedding bodies never set is_stream
+        raise NotImplementedError("embeddings are not streamed")  # embedding bodies never set is_stream
 
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
@@ -131,7 +131,7 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
-    message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+    message = f"dimensions is {dimensions}; the embeddings of this model have {vectors.shape[1]}, ask for at most that many."
     check(dimensions <= vectors.shape[1], message, "dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
