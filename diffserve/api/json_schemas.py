@@ -80,7 +80,8 @@ def check_schema(text: str, param: str) -> None:
         minimum, num_required = node.get("minProperties", 0), len(required) if isinstance(required, list) else 0
         if isinstance(minimum, int) and minimum > num_required:
             raise InvalidRequest(
-                f"{param}{place}: minProperties is {minimum} and {num_required} are required; list that many in required.",
+                f"{param}{place}: minProperties is {minimum} and {num_required} are required; list that many in "
+                "required.",
                 param=f"{param}{place}.minProperties",
                 code="invalid_json_schema",
             )

@@ -208,7 +208,9 @@ def fit_controls(
         image_size, size = f"{image.width_px}x{image.height_px}", f"{requested[0]}x{requested[1]}"
         message = f"the image of ControlNet {control.name!r} is {image_size} px, the generated image {size} px; "
         has_aspect = abs(math.log(image.width_px / image.height_px * requested[1] / requested[0])) <= SAME_ASPECT
-        advice = "give one of that aspect ratio: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        advice = (
+            "give one of that aspect ratio: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        )
         if not control.resize:
             advice += f"for size {image_size}"
             advice += ", or set resize." if has_aspect else "."

@@ -142,7 +142,9 @@ def survey_or_problem(
         logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
         load_error = ModelLoadError(error.message.replace(profile.path, profile.model_id))
         return ModelEntry(profile, error=load_error, failed_s=clock())
-    logger.info("%s is loaded on the first request; it takes %s", profile.model_id, format_bytes(model_survey.needs_bytes))
+    logger.info(
+        "%s is loaded on the first request; it takes %s", profile.model_id, format_bytes(model_survey.needs_bytes)
+    )
     return ModelEntry(profile, survey=model_survey, info=model_survey.info)
 
 
@@ -215,6 +217,6 @@ def warm_up(texts: TextEngine | None, rewriter: Rewriter | None) -> None:
             )
             texts.generate([request])
         if rewriter is not None:
-            rewriter.rewrite("a picture")
+            rewriter.rewrite("an image")
     except DiffserveError as error:
         logger.warning("the language model did not warm up: %s", error.message)

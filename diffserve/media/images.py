@@ -109,8 +109,7 @@ def image_format_of(path: Path) -> ImageFormat:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidRequest(
-            f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}, "
-            "or name a folder that is there.",
+            f"{path.name!r} has no known file extension; use {', '.join(SUFFIXES)}, or name an existing folder.",
             param="output",
         )
     return SUFFIXES[path.suffix.lower()]

@@ -196,7 +196,7 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
         InvalidLoRAError: The file is not a LoRA, changes a layer twice, or is damaged.
     """
     if len(shapes) > MAX_TENSORS:
-        raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are taken")
+        raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are allowed")
     longest = max(map(len, shapes), default=0)
     if longest > MAX_NAME_CHARS:
         raise InvalidLoRAError(
@@ -237,7 +237,7 @@ def check_layers_known(content: LoRALayers) -> None:
         for layer, change in changes.items():
             if not KNOWN_LAYERS[component].fullmatch(layer):
                 raise InvalidLoRAError(
-                    f"holds {change.first_tensor!r}, and there is no such layer in the networks that are served "
+                    f"holds {change.first_tensor!r}, and there is no such layer in the supported models "
                     "(Stable Diffusion 1, 2 and XL); it is made for another kind of model"
                 )
             if NORM_LAYER.fullmatch(layer) and (change.pairs or change.lokr or change.dora):
@@ -254,7 +254,7 @@ def refuse_ip_adapter(keys: Iterable[str]) -> None:
     if key is not None:
         raise InvalidLoRAError(
             f"holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not support; leave it out, and "
-            "start from a picture or take a ControlNet"
+            "use a start image or a ControlNet"
         )
 
 
@@ -321,7 +321,9 @@ def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
                 "and 1 or more"
             )
     if len({(shapes[up][0], math.prod(shapes[down][1:])) for down, up in change.pairs}) > 1:
-        raise InvalidLoRAError(f"is damaged: {change.down!r} and {change.second_down!r} are of layers of different sizes")
+        raise InvalidLoRAError(
+            f"is damaged: {change.down!r} and {change.second_down!r} are of layers of different sizes"
+        )
     if change.alpha and math.prod(shapes[change.alpha]) != 1:
         raise InvalidLoRAError(f"is damaged: {change.alpha!r} is {list(shapes[change.alpha])}, not one number")
     if change.lokr:

@@ -63,7 +63,7 @@ def _file_problem(path: Path, num_bytes: int, _changed_ns: int, max_header_bytes
                 raise _InvalidFileError("is not a safetensors file; download it again")
             _check_size(num_bytes, 8 + header_bytes)
             if header_bytes > max_header_bytes:
-                limit = f"at most {max_header_bytes:,} are taken"
+                limit = f"at most {max_header_bytes:,} are allowed"
                 raise _InvalidFileError(f"has a header of {header_bytes:,} bytes; {limit}")
             file.seek(8)
             header = json.loads(file.read(header_bytes))

@@ -90,7 +90,11 @@ class DeviceProbe:
         is_local = not model.unet.is_hollow  # else only error messages show a lost device
         self.is_of_use = is_local and self._trouble() is None
         if is_local and not self.is_of_use:
-            logger.warning("the UNet cannot generate an image of %d pixels: a lost device is only recognized by its error messages", side_px)
+            logger.warning(
+                "the UNet cannot generate an image of %d pixels: a lost device is only recognized by its error "
+                "messages",
+                side_px,
+            )
 
     @property
     def is_gone(self) -> bool:

@@ -187,7 +187,9 @@ class LoRAStore:
         changes = {}
         for component in file.layers:
             if component not in self._networks:
-                message = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} does not have: leave it out."
+                message = (
+                    f"the LoRA {name!r} changes a {component}, which {self.model.model_id} does not have: leave it out."
+                )
                 raise InvalidRequest(message, param="loras")
             layers = self._networks[component]
             shapes = {name: shape_of(layer) for name, layer in layers.items()}

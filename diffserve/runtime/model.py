@@ -391,7 +391,7 @@ def _scorer(profile: ModelProfile, choice: DeviceChoice, world: Vocabulary | Non
     """Load the model that ``profile`` names to select images; ``None`` without one, or if the checker selects."""
     if profile.scorer == CHECKER and world is None:
         raise ModelLoadError(
-            f"{location}: the {CHECKER} chooses pictures of the embedded model's world, and this model knows none; "
+            f"{location}: the {CHECKER} only scores images of the embedded model; "
             "name the directory of a CLIP model (model.scorer)."
         )
     return ClipScorer.load(profile.scorer, choice) if profile.scorer not in ("", CHECKER) else None

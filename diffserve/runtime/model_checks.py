@@ -98,9 +98,7 @@ def check_parts(
     elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
         problem = "size conditioning and a text encoder with a projection must both be present (SDXL) or both absent"
     elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
-        problem = (
-            f"its UNet takes {text.num_time_ids} size values; diffserve supports 6 (SDXL) and 5 (its refiner)"
-        )
+        problem = f"its UNet takes {text.num_time_ids} size values; diffserve supports 6 (SDXL) and 5 (its refiner)"
     elif previewer is not None and previewer.latent_channels != cells:
         problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
     else:

@@ -232,7 +232,9 @@ class _LostError(Exception):
 
 
 def _unavailable() -> EngineUnavailable:
-    message = "the safety filter does not respond, and images are not returned without it; please try again in a moment."
+    message = (
+        "the safety filter does not respond, and images are not returned without it; please try again in a moment."
+    )
     error = EngineUnavailable(message, retry_after_s=RETRY_AFTER_S)
     error.code = CODE
     return error

@@ -177,7 +177,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("sampler-path", {"sampler": "../../x"}, "sampler", "unknown_sampler", "../../x"),
     ("sampler-long", {"sampler": "x" * 10_240}, "sampler", "unknown_sampler", "euler_a"),
     ("sampler-padded", {"sampler": "ddim" + " " * 70 + "x"}, "sampler", "unknown_sampler", "75 characters"),
-    ("scheduler", {"scheduler": "warp"}, "sampler", "unknown_sampler", "dpmpp_2m"),
+    ("scheduler", {"scheduler": "warp"}, "scheduler", "unknown_sampler", "dpmpp_2m"),
     ("scheduler-beside", {"sampler": "ddim", "scheduler": "warp"}, "scheduler", "unknown_scheduler", "karras"),
     ("schedule-twice", {"sigma_schedule": "exponential", "scheduler": "beta"}, "scheduler", "invalid_value", "beta"),
     *(

@@ -138,13 +138,17 @@ class ImageAdmission:
         rows = self._row_settings(params, num_steps, strength, scale)
         table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
-            warnings += (f"guidance_interval has no effect on {info.model_id}, which takes the guidance scale as an input.",)
+            warnings += (
+                f"guidance_interval has no effect on {info.model_id}, which takes the guidance scale as an input.",
+            )
         cannot = (
             f"cache_interval is {params.cache_interval}; the UNet of {info.model_id} cannot be split into a deep and a "
             "shallow part: leave it out, or give 1."
         )
         check(params.cache_interval == 1 or info.shallow_share is not None, cannot, "cache_interval")
-        alone = f"cache_interval is {params.cache_interval}; it cannot be combined with ControlNets: give 1, which is off."
+        alone = (
+            f"cache_interval is {params.cache_interval}; it cannot be combined with ControlNets: give 1, which is off."
+        )
         check(params.cache_interval == 1 or not params.controlnets, alone, "cache_interval")
         no_refiner = (
             f"switch_at is {params.switch_at}; {info.model_id} has no refiner to switch to: leave it out, or name one "
@@ -193,7 +197,10 @@ class ImageAdmission:
         prefix = f"similarity_threshold is {threshold:g}; "
         none_kept = "this server has no latent cache: leave it out, or set engine.latent_cache_bytes."
         check(self._keeps_latents, prefix + none_kept, "similarity_threshold")
-        from_text = "it is only for text-to-image: leave it out, or leave out the init image and do not use an inpainting model."
+        from_text = (
+            "it is only for text-to-image: leave it out, or leave out the init image and do not use an inpainting "
+            "model."
+        )
         check(kind == "text", prefix + from_text, "similarity_threshold")
 
     def _without_first(

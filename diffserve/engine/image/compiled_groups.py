@@ -215,7 +215,9 @@ def check(
     facts_of_references: list[GroupFacts] = []
     references = [size for size in (SOLO, SHARED) if size in sizes]
     if is_exact and not references:
-        raise ArithmeticError(f"there is no package of {SOLO} or of {SHARED} rows, which is needed for reproducible results")
+        raise ArithmeticError(
+            f"there is no package of {SOLO} or of {SHARED} rows, which is needed for reproducible results"
+        )
     for reference in references if is_exact else [None]:
         facts_of_references.append(
             (yield from study(compiled, sizes, reference=reference, counts=counts, is_patient=is_exact))

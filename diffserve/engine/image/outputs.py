@@ -98,7 +98,9 @@ class ImageOutputs:
         lora_digests, word_digests = self._digests(live)
         pixels = restore_outside_mask(live.request.init_image, live.request.mask_image, image.pixels)
         interrupted_after = task.step_index if task.is_interrupted and task.row_index < settings.num_rows else 0
-        interruption = f"interrupted after {interrupted_after} of {task.table.num_steps} steps; the image is unfinished."
+        interruption = (
+            f"interrupted after {interrupted_after} of {task.table.num_steps} steps; the image is unfinished."
+        )
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
@@ -196,9 +198,7 @@ class ImageScores:
         if request.best_of is None:
             return ()
         value = f"best_of is {request.best_of}; "
-        no_scorer = (
-            "no scorer is loaded: leave it out, or set model.scorer to the directory of a CLIP model."
-        )
+        no_scorer = "no scorer is loaded: leave it out, or set model.scorer to the directory of a CLIP model."
         check(self._scorer is not None, value + no_scorer, "best_of")
         if not isinstance(self._scorer, CheckerScorer):
             return ()

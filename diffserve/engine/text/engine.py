@@ -215,7 +215,9 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         live = self._admission.admit(request, self.clock(), constraint)
         schema = request.params.json_schema
         if schema is not None:
-            check(constraint is None, "json_schema and a constraint cannot be combined; give one of them.", "json_schema")
+            check(
+                constraint is None, "json_schema and a constraint cannot be combined; give one of them.", "json_schema"
+            )
             if self._schemas is None:
                 raise no_json(self.info.model_id, "json_schema")
             live.compiling = self._schemas.begin(schema)

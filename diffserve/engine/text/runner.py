@@ -77,9 +77,7 @@ class TextRunner:
             try:
                 outcome.forks[task] = task.search.step(logits.index_select(0, _places(lines, logits)))
                 if task.search.is_done and not task.search.best(1):
-                    raise _constraint_error(
-                        task, NumericalError("no beam has an allowed next token.")
-                    )
+                    raise _constraint_error(task, NumericalError("no beam has an allowed next token."))
             except Exception as error:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:

@@ -48,7 +48,9 @@ def check_config(config: Any, where: str) -> None:
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
-        raise ModelLoadError(f"{where}: layers of {unknown} are not supported; the supported ones are {sorted(LAYER_TYPES)}.")
+        raise ModelLoadError(
+            f"{where}: layers of {unknown} are not supported; the supported ones are {sorted(LAYER_TYPES)}."
+        )
 
 
 def longest_text(config: Any) -> int | None:
@@ -132,7 +134,9 @@ def _check_windows(config: Any, layers: tuple[LayerShape, ...], where: str) -> N
         types = ["sliding_attention"] * len(layers)
     for index, (kind, layer) in enumerate(zip(types or (), layers, strict=False)):
         if kind == "sliding_attention" and layer.window is None:
-            raise ModelLoadError(f"{where}: layer {index} has sliding attention without a window size, which is not supported.")
+            raise ModelLoadError(
+                f"{where}: layer {index} has sliding attention without a window size, which is not supported."
+            )
 
 
 @torch.inference_mode()
@@ -286,7 +290,9 @@ def _describe(
 def _context_tokens(directory: Path, config: Any, tokenizer: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
     if not 0 < int(limit) < 10**9:
-        raise ModelLoadError(f"{directory}/config.json has no max_position_embeddings: set the maximum length of texts there.")
+        raise ModelLoadError(
+            f"{directory}/config.json has no max_position_embeddings: set the maximum length of texts there."
+        )
     longest = longest_text(config)
     if longest is not None:
         logger.warning(

@@ -216,7 +216,7 @@ class LoRAFile:
         """Return ``delta``. Raises ModelLoadError where it holds a number that is not finite."""
         if not bool(torch.isfinite(delta).all()):
             raise ModelLoadError(
-                f"{self.checkpoint.where()}: the change by {change.first_tensor!r} holds numbers that are not finite; "
+                f"{self.checkpoint.where()}: the change by {change.first_tensor!r} has non-finite numbers; "
                 "the file is damaged."
             )
         return delta

@@ -66,7 +66,7 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
     report = list(report)
     if any(component.startswith("refiner") for component, _, _ in report):
         raise ConfigError(
-            f"device_map is {device_map!r} and there is a refiner, which has to be on one device with its base; "
+            f"device_map is {device_map!r} and there is a refiner, which must be on the same device as its base; "
             "leave out one of them.",
             param="device_map",
         )
@@ -75,8 +75,8 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
         return choice
     if len(devices) < 2:
         raise ConfigError(
-            f"device_map is {device_map!r}, and torch finds one device here, {choice.device}; it spreads a model over "
-            "several GPUs. Set it to none; for less memory there is offload.",
+            f"device_map is {device_map!r}, but torch finds only one device, {choice.device}; it spreads a model over "
+            "several GPUs. Set it to none, and set offload to use less memory.",
             param="device_map",
         )
     rooms = {str(device): int(WEIGHTS_SHARE * (free_bytes(device) or 0)) for device in devices}

@@ -68,7 +68,9 @@ def read_words(folder: Path, widths: Sequence[int]) -> list[LearntWord]:
         ModelNotFound: ``folder`` is not a directory.
     """
     if not folder.is_dir():
-        raise ModelNotFound(f"there is no folder {folder}; model.embeddings_dir must be the folder of the learned words.")
+        raise ModelNotFound(
+            f"there is no folder {folder}; model.embeddings_dir must be the folder of the learned words."
+        )
     paths = find_below(folder, lambda path: path.suffix in SUFFIXES and not path.is_dir()).values()
     words = [(path, _read_word(path, widths)) for path in paths]
     words.sort(key=lambda pair: bool(pair[1].problem))  # a file that cannot be used takes no name from one that can

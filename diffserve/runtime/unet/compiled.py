@@ -336,7 +336,9 @@ class CompiledUNet:
         )
 
     def _log_failure(self, error: Exception) -> None:
-        logger.warning("a compiled call failed, so the call is repeated without compilation: %s", str(error).partition("\n")[0])
+        logger.warning(
+            "a compiled call failed, so the call is repeated without compilation: %s", str(error).partition("\n")[0]
+        )
 
 
 def _reason(model: DiffusionModel, folder: Path | None) -> str | None:

@@ -140,7 +140,7 @@ def check_fits(controlnet: Any, unet: Any, vae_factor: int) -> None:
         problem = "its size conditioning differs from that of this UNet"
     elif config.conditioning_channels != 3 or shrinks != vae_factor:
         read = f"{config.conditioning_channels} channels at {shrinks} pixels per cell"
-        problem = f"it reads pictures of {read}, not of 3 at {vae_factor}"
+        problem = f"it reads images of {read}, not of 3 at {vae_factor}"
     else:
         return
     raise ModelLoadError(problem)

@@ -146,7 +146,11 @@ def convert_body(
     message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} are allowed."
     check(body.num_images <= MAX_IMAGES, message, "batch_size")
     if body.script_name not in (None, "", "None"):
-        raise HttpError(422, f"script_name is {show(body.script_name)}; this server does not run scripts, leave it out.", code="unknown_script")
+        raise HttpError(
+            422,
+            f"script_name is {show(body.script_name)}; this server does not run scripts, leave it out.",
+            code="unknown_script",
+        )
     overridden = body.override_settings or {}
     _check_settings(overridden)
     settings = options | overridden

@@ -244,7 +244,10 @@ def _img2img(body: Img2ImgBody) -> Iterator[str]:
     if body.resize_mode == STRETCH_LATENTS:
         yield f"resize_mode {STRETCH_LATENTS} (latent upscale) is not supported; the image was stretched."
     if body.mask and (body.inpainting_fill or FILL) >= LATENT_NOISE:
-        yield f"inpainting_fill {body.inpainting_fill} (latents) is not supported; the masked area was filled with the surrounding colors."
+        yield (
+            f"inpainting_fill {body.inpainting_fill} (latents) is not supported; the masked area was filled with the "
+            "surrounding colors."
+        )
     blurs = {blur for blur in (body.mask_blur_x, body.mask_blur_y) if blur is not None}
     if body.mask and body.mask_blur is None and len(blurs) > 1:
         yield f"mask_blur_x and mask_blur_y differ; the larger, {max(blurs)}, was used for both."

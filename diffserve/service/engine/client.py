@@ -219,7 +219,9 @@ class EngineClient:
             if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
                 often = f"{MAX_LOSSES} times within {LOSS_WINDOW_S:g} s"
                 log.error("the engine is not restarted again", extra={"reason": f"lost {often}", **self._of})
-                self._give_up(EngineUnavailable(f"the engine failed {often} and is not restarted; see the server's log."))
+                self._give_up(
+                    EngineUnavailable(f"the engine failed {often} and is not restarted; see the server's log.")
+                )
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0

@@ -149,7 +149,12 @@ def routing_error(status: int, method: str, path: str, *, allow: str | None = No
     """Return the error for an address or a method that no route serves; ``allow`` names the methods that it has."""
     where = f"{method[:16]} {show(path)}"
     if status == 405:
-        return HttpError(status, f"{show(path)} does not support {method[:16]}; use {allow or 'another method'}.", code="method_not_allowed", allow=allow)
+        return HttpError(
+            status,
+            f"{show(path)} does not support {method[:16]}; use {allow or 'another method'}.",
+            code="method_not_allowed",
+            allow=allow,
+        )
     if status == 404:
         return HttpError(status, f"{where} does not exist.", code="unknown_url")
     return HttpError(status, "the request could not be read.", code="bad_request")

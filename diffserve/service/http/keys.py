@@ -91,7 +91,9 @@ class KeyRing:
             keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
         except sqlite3.Error as error:
-            log.error("the API keys cannot be read; the keys read before stay valid", extra={"reason": type(error).__name__})
+            log.error(
+                "the API keys cannot be read; the keys read before stay valid", extra={"reason": type(error).__name__}
+            )
             return
         self._stamp, self._mark = stamp, mark
         self._good = {key.digest: key for key in keys if key.revoked_s is None}

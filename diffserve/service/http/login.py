@@ -35,10 +35,16 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
     async def ask(request: Request) -> Response:
         return _page("", prefix_of(request.scope))
 
-    page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The login form with an error message."}
+    page = {
+        "content": {"text/html": {"schema": {"type": "string"}}},
+        "description": "The login form with an error message.",
+    }
     sent = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string"}}}
     form = {"requestBody": {"required": True, "content": {FORM: {"schema": sent}}}}
-    to_page: dict[int | str, dict[str, Any]] = {303: {"description": "Redirect to the page, with a session cookie."}, 401: page}
+    to_page: dict[int | str, dict[str, Any]] = {
+        303: {"description": "Redirect to the page, with a session cookie."},
+        401: page,
+    }
 
     @app.post(
         LOGIN, summary="Exchange an API key for a session", openapi_extra=form, responses=to_page, status_code=303,

@@ -99,7 +99,8 @@ SECURITY_SCHEMES: Final = {
 }
 DESCRIPTION: Final = (
     "Images from prompts and images, and text generation. Every path also works without `/v1` and with a trailing "
-    "slash. A server without keys requires no authentication. Not supported from A1111's API: `interrogate`, the upscaling "
+    "slash. A server without keys requires no authentication. Not supported from A1111's API: `interrogate`, the "
+    "upscaling "
     "routes (`extra-...`), `create` and `train`, `server-...`, and scripts other than ControlNet. Ignored fields of "
     "A1111 are named in the warnings."
 )

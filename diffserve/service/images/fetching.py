@@ -109,9 +109,7 @@ class Fetcher:
         """Replace every image URL in ``bodies`` by a data URL of the image. Raises InvalidRequest."""
         places = [place for body in bodies for place in _url_positions(body, "", is_picture=False)]
         if len(places) > MAX_FETCHES:
-            message = (
-                f"{len(places)} images are given as URLs; at most {MAX_FETCHES} are allowed."
-            )
+            message = f"{len(places)} images are given as URLs; at most {MAX_FETCHES} are allowed."
             raise InvalidRequest(message, param=places[0].name, code="url_not_allowed")
         targets = [self._target(place.url, place.name) for place in places]
         budget = _Budget(MAX_REQUEST_BYTES)
@@ -282,6 +280,7 @@ def _unreadable_error(name: str, why: str) -> InvalidRequest:
 
 def _too_large_error(name: str) -> InvalidRequest:
     message = (
-        f"{name} is too large; at most {MAX_FETCHED_BYTES} bytes are allowed per image, {MAX_REQUEST_BYTES} per request."
+        f"{name} is too large; at most {MAX_FETCHED_BYTES} bytes are allowed per image, {MAX_REQUEST_BYTES} per "
+        "request."
     )
     return InvalidRequest(message, param=name, code="image_too_large")

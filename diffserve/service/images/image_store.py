@@ -135,7 +135,8 @@ class ImageStore:
                 await FILES.run(self.sweep)
             except OSError as error:
                 log.warning(
-                    "expired images cannot be removed from the image folder", extra={"reason": error.strerror or type(error).__name__}
+                    "expired images cannot be removed from the image folder",
+                    extra={"reason": error.strerror or type(error).__name__},
                 )
             await asyncio.sleep(SWEEP_EVERY_S)
 

@@ -76,9 +76,10 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
             f"it must be one of {', '.join(SCHEDULE_TYPES)}."
         )
         check(sampler is None, message, "scheduler", "unknown_scheduler")
+        _check_sampler(body.scheduler, "scheduler")
         sampler = body.scheduler
     if sampler is not None:
-        _check_sampler(sampler)
+        _check_sampler(sampler, "sampler" if body.sampler_name is None else "sampler_name")
         _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
@@ -129,14 +130,15 @@ def _check_agree(value: str | None, name: str, other_value: str | None, source: 
     check(None in (value, other_value) or value == other_value, message, param)
 
 
-def _check_sampler(name: str) -> None:
+def _check_sampler(name: str, param: str) -> None:
     shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
     try:
         resolve_sampler(shortened)
     except UnknownSampler as error:
-        raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
-    message = f"sampler has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed."
-    check(shortened == name, message, "sampler", "unknown_sampler")
+        message = str(error).replace("sampler is", f"{param} is", 1)
+        raise InvalidRequest(message, param=param, code="unknown_sampler") from None
+    message = f"{param} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed."
+    check(shortened == name, message, param, "unknown_sampler")
 
 
 def _check_listed(name: str, value: str | None, allowed: Iterable[str]) -> None:
@@ -320,5 +322,7 @@ def refuse_infotext(body: GenerateBody) -> None:
     Raises:
         InvalidRequest: The body has an infotext.
     """
-    message = "infotext is only supported in a JSON body of /v1/images/generations, edits and variations; give the fields."
+    message = (
+        "infotext is only supported in a JSON body of /v1/images/generations, edits and variations; give the fields."
+    )
     check(not body.infotext, message, "infotext", "unsupported_parameter")

@@ -186,7 +186,9 @@ class GenerateBody(SharedBody):
     cfg_scale: Annotated[Guidance, Field(description="Another name for guidance_scale.")] | None = None
     sampler: Annotated[str, Field(description=REQUEST_FIELDS["sampler"].help)] | None = None
     sampler_name: Annotated[str, Field(description="Another name for sampler.")] | None = None
-    scheduler: Annotated[str, Field(description="Another name for sampler, or a schedule type such as karras.")] | None = None
+    scheduler: (
+        Annotated[str, Field(description="Another name for sampler, or a schedule type such as karras.")] | None
+    ) = None
     sigma_schedule: Name | None = None
     spacing: Name | None = None
     seed: Annotated[Seed, Field(description=REQUEST_FIELDS["seed"].help)] | None = None

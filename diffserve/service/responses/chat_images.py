@@ -184,7 +184,10 @@ class ChatImages(ImageEndpoint):
 
 def _check_format(response_format: object) -> None:
     kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
-    message = f"response_format.type is {show(kind)}, but images are requested, which have no text format; leave response_format out."
+    message = (
+        f"response_format.type is {show(kind)}, but images are requested, which have no text format; leave "
+        "response_format out."
+    )
     check(kind == "text", message, "response_format", "unsupported_parameter")
 
 

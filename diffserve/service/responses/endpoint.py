@@ -365,7 +365,10 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
         record = self._logs.get(response_id)
         if record is not None:
             return await self._follow(record.follow(place), request)
-        message = "stream is only possible for a response that was created with background and stream, and whose events are stored."
+        message = (
+            "stream is only possible for a response that was created with background and stream, and whose events "
+            "are stored."
+        )
         check(bool(stored.events), message, "stream", "unsupported_parameter")
         return await self._follow(replay(stored.events[place:]), request)
 

@@ -24,7 +24,9 @@ from diffserve.store.history import MAX_WORDS, Entry, EntryFilter
 MAX_QUERY_CHARS: Final = 500
 THUMBNAIL_PX: Final = 256
 
-Words = Annotated[str, Query(max_length=MAX_QUERY_CHARS, description="Only images whose prompt contains all of these words.")]
+Words = Annotated[
+    str, Query(max_length=MAX_QUERY_CHARS, description="Only images whose prompt contains all of these words.")
+]
 Since = Annotated[
     float | None, Query(allow_inf_nan=False, description="Only images from this time on, in seconds since 1970.")
 ]

@@ -166,7 +166,9 @@ def schema_text(
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        raise InvalidRequest(f"{place} has a number that is not finite; JSON does not allow that.", param=place) from None
+        raise InvalidRequest(
+            f"{place} has a number that is not finite; JSON does not allow that.", param=place
+        ) from None
     check_schema(text, place)
     return text
 

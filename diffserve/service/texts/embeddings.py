@@ -131,7 +131,9 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
-    message = f"dimensions is {dimensions}; the embeddings of this model have {vectors.shape[1]}, ask for at most that many."
+    message = (
+        f"dimensions is {dimensions}; the embeddings of this model have {vectors.shape[1]}, ask for at most that many."
+    )
     check(dimensions <= vectors.shape[1], message, "dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
