@@ -217,7 +217,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ("../queries",): "give a path below the folder",
         ("queries:nan",): "scale of LoRA 'queries' is nan",
         ("queries:x",): "write NAME or NAME:SCALE",
-        ("queries",) * 50: "50 LoRAs are asked for at once",
+        ("queries",) * 50: "50 LoRAs are given",
     }.items():
         with pytest.raises(InvalidRequest, match=message) as refused:
             lora_request(*malformed)
@@ -233,7 +233,7 @@ def test_an_adapter_with_non_finite_numbers_is_refused_by_name(loaded: Callable[
     tensors = load_file(tmp_path / "queries.safetensors")
     save_file({name: tensor * math.inf for name, tensor in tensors.items()}, tmp_path / "broken.safetensors")
     with pytest.raises(
-        InvalidRequest, match=r"the LoRA 'broken' holds numbers in .*to_q that are not finite"
+        InvalidRequest, match=r"the LoRA 'broken' has non-finite numbers in .*to_q"
     ) as refused:
         Engine(model, EngineConfig()).generate(lora_request("broken"))
     assert refused.value.param == "loras"

@@ -215,7 +215,7 @@ def test_a_prompt_that_nobody_can_rewrite_says_so_after_all_stages(stages: Calla
     (encoded,) = collect_events(of["encode"], EncodeRequest(generation=request))
     assert isinstance(encoded, TextsEncoded)
     assert encoded.prompt == request.prompt
-    assert encoded.warnings == ("no language model is loaded, so the prompt was painted as it is.",)
+    assert encoded.warnings == ("no language model is loaded, so the prompt was used as it is.",)
 
 
 @pytest.mark.parametrize(

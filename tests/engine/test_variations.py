@@ -111,7 +111,7 @@ def test_an_omitted_variation_seed_is_drawn_and_reported(make_engine: MakeEngine
     assert drawn[0].picture != drawn[1].picture
     assert engine.generate(varied(7, drawn[0].variation_seed, 0.3))[0].picture == drawn[0].picture
     [plain] = engine.generate(varied(7, 4, 0.0))
-    assert "variation_seed changes nothing without variation_strength." in plain.warnings
+    assert "variation_seed has no effect without variation_strength." in plain.warnings
     assert seeds_of(plain) == (7, None)
     [far] = engine.generate(varied(7, 2**32 + 1, 0.3))
     assert f"seeds from {2**32} on repeat the smaller ones: {2**32 + 1} paints what 1 paints." in far.warnings

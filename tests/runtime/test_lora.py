@@ -242,11 +242,11 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
         ({"unet.conv_in.oft_blocks": (4, 8, 8)}, "is OFT"),
         ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "has no partner"),
         ({f"lora_unet_conv_in.hada_{name}": (4, 4) for name in ("t1", "w1_a")}, "is LoHa in three factors"),
-        ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of two sizes"),
+        ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of different sizes"),
         ({"vae.conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
         (
             {"text_encoder_2.layers.0.lora_A.weight": (4, 8), "text_encoder_2.layers.0.lora_B.weight": (8, 4)},
-            "changes a text_encoder_2, which the base has not",
+            "changes a text_encoder_2, which the base does not have",
         ),
     ],
 )  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_change_that_is_not_finite_is_refused_when_it_is_merged(make_adapter: 
     tensors = {"lora_unet_conv_in.diff": torch.zeros(32, 4, 3, 3), "lora_unet_conv_in.diff_b": torch.zeros(32)}
     tensors[f"lora_unet_conv_in.{part}"].view(-1)[3] = torch.nan
     with pytest.raises(
-        ModelLoadError, match=r"change by 'lora_unet_conv_in\.diff.*' holds numbers that are not finite"
+        ModelLoadError, match=r"change by 'lora_unet_conv_in\.diff.*' has non-finite numbers"
     ):
         load(make_adapter(tensors))
 

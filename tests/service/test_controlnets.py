@@ -61,7 +61,7 @@ def test_images_with_controlnets_are_generated_from_base64_files_and_record_them
         assert [(control.name, control.image, control.resize) for control in new_image.controlnets] == [
             ("edges", control.image, True)
         ]
-        with pytest.raises(InvalidRequest, match="'edges' is 128x64 px, the picture 64x64 px; give one of that aspect"):
+        with pytest.raises(InvalidRequest, match="'edges' is 128x64 px, the generated image 64x64 px; give one of that aspect"):
             paint(client, encode_image(control_map(0, 128, 64)))
         refused = httpx.post(url, json=fields | {"controlnets": [control_fields | {"image": plain, "resize": False}]})
         error = refused.json()["error"]

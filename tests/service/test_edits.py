@@ -153,7 +153,7 @@ SMALL = base64.b64encode(file_of(picture(64, 64))).decode()
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "image is missing; upload a PNG, JPEG or WebP file, send it in base64, or name one of /v1/files"),
+        ({}, "image is missing; upload a PNG, JPEG or WebP file, send it in base64, or give the ID of a file from /v1/files"),
         ({"image": "!!"}, "image is not base64"),
         ({"image": "https://example.org/a.png"}, "image is an address, and this server fetches nothing"),
         ({"image": "file:///etc/passwd"}, "image is an address"),

@@ -114,7 +114,7 @@ def test_merged_tokens_of_earlier_versions_cause_a_warning() -> None:
     recorded = request_of(parse_infotext("a fox\nSteps: 4, Sampler: DDIM, CFG scale: 3, Token merging ratio: 0.5"))
     assert recorded.fields["num_inference_steps"] == 4
     assert "token_merging" not in recorded.fields
-    assert recorded.warnings == ("The parameters have Token merging ratio, which nothing here repeats.",)
+    assert recorded.warnings == ("The parameters have Token merging ratio, which this server does not support.",)
 
 
 RECIPES: Final[dict[str, Callable[[random.Random], Any]]] = {
@@ -185,7 +185,7 @@ def test_a_random_recipe_is_reproducible_everywhere(
     picture = pixels_of(file)
     repeated = client.post(GENERATIONS, json={"infotext": text})
     assert pixels_of(files_of(repeated)[0]) == picture, f"API: {text}"
-    unused = "the negative prompt has no meaning without guidance, and was not used."  # therefore not recorded
+    unused = "the negative prompt has no effect without guidance and was not used."  # therefore not recorded
     assert repeated.json()["warnings"] == [warning for warning in first.json()["warnings"] if warning != unused]
     a1111 = client.post("/sdapi/v1/txt2img", json={"infotext": text}).json()
     assert pixels_of(base64.b64decode(a1111["images"][0])) == picture, f"A1111: {text}"
@@ -270,7 +270,7 @@ def test_an_invalid_recipe_value_is_reported() -> None:
 def test_values_that_cannot_be_reproduced_are_reported() -> None:
     text = "a fox\nSteps: 2, Seed: 1, Size: 64x64, Hires upscale: 2, VAE: other, Denoising strength: 0.5"
     assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text)).warnings] == [
-        "The picture was enlarged in a second pass (hires fix)",
+        "The image was enlarged in a second pass (hires fix)",
         "The parameters have VAE",
     ]
     [warning] = request_of(parse_infotext(text), has_second_pass=True).warnings
