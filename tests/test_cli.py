@@ -427,5 +427,5 @@ def test_output_files_use_the_next_free_numbers(tmp_path: Path) -> None:
     assert plan_outputs(tmp_path / "a.png", "", 1, overwrite=False) == [tmp_path / "a-3.png"]
     assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=False) == [tmp_path / "b-2.png", tmp_path / "b-3.png"]
     assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=True) == [tmp_path / "b-1.png", tmp_path / "b-2.png"]
-    with pytest.raises(InvalidRequest, match=r"end it in \.png, \.jpg, \.jpeg, \.webp"):
+    with pytest.raises(InvalidRequest, match=r"use \.png, \.jpg, \.jpeg, \.webp"):
         plan_outputs(tmp_path / "a.bmp", "", 1, overwrite=False)

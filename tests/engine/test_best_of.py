@@ -90,7 +90,7 @@ def test_who_cannot_be_scored_is_not_missed_until_too_few_are_left(make_engine: 
 
 def test_what_cannot_be_chosen_is_refused_in_a_sentence(make_engine: MakeEngine) -> None:
     for num, best in ((3, 2), (1, 11), (1, 0)):
-        with pytest.raises(InvalidRequest, match=f"best_of is {best}; paint at least the {num} that are kept, at most"):
+        with pytest.raises(InvalidRequest, match=f"best_of is {best}; give at least n, which is {num}, and at most"):
             GenerationRequest(prompt="a fox", num_images=num, best_of=best)
     engine = make_engine()
     with pytest.raises(InvalidRequest, match=r"best_of is 2; no scorer is loaded: leave it out, or set"):

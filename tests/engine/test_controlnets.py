@@ -229,7 +229,8 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ((64, 72), True, "that aspect ratio: resizing keeps it."),
     ):
         error_message = (
-            f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the generated image 64x64 px; give one of {message}"
+            f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the generated image 64x64 px; give one of "
+            f"{message}"
         )
         with pytest.raises(InvalidRequest) as refused:
             engine.generate(controlled(Control("edges", resize=resized), control_images=(control_map(0, *size),)))

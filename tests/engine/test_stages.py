@@ -234,7 +234,7 @@ def test_what_is_no_tensor_does_not_travel(value: tuple[str, tuple[int, ...], by
 def test_no_more_tensors_travel_than_a_prompt_may_have() -> None:
     tensor = TensorValue("float32", (1,), bytes(4))
     assert Encodings(base={bytes([place]): tensor for place in range(200)}).num_bytes == 800
-    with pytest.raises(InvalidRequest, match="257 tensors; at most 256 are taken"):
+    with pytest.raises(InvalidRequest, match="257 tensors; at most 256 are allowed"):
         Encodings(base={place.to_bytes(2, "big"): tensor for place in range(257)})
 
 

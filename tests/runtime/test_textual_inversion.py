@@ -139,7 +139,8 @@ def test_words_of_another_family_stay_out_and_prompts_with_them_are_refused(
     save(tmp_path / "two.safetensors", {"clip_l": vectors(1), "clip_g": vectors(1)})
     model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
     assert (
-        "the learned word 'wide' is skipped: wide.safetensors is 1024 numbers wide, but this model reads 64." in caplog.text
+        "the learned word 'wide' is skipped: wide.safetensors is 1024 numbers wide, but this model reads 64."
+        in caplog.text
     )
     assert model.info.learnt_words == ()
     for name, why in (("Wide", "is 1024 numbers wide"), ("two", "is 64 and 64 numbers wide")):

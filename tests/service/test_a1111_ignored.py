@@ -94,9 +94,9 @@ def test_second_pass_fields_are_reported_only_with_a_second_pass() -> None:
 @pytest.mark.parametrize(
     ("fields", "beginning"),
     [
-        ({"resize_mode": 3}, "resize_mode 3 (latent upscale) is not here"),
-        ({"mask": "x", "inpainting_fill": 2}, "inpainting_fill 2 (latents) is not here"),
-        ({"mask": "x", "inpainting_fill": 3}, "inpainting_fill 3 (latents) is not here"),
+        ({"resize_mode": 3}, "resize_mode 3 (latent upscale) is not supported"),
+        ({"mask": "x", "inpainting_fill": 2}, "inpainting_fill 2 (latents) is not supported"),
+        ({"mask": "x", "inpainting_fill": 3}, "inpainting_fill 3 (latents) is not supported"),
         ({"mask": "x", "mask_blur_x": 4, "mask_blur_y": 9}, "mask_blur_x and mask_blur_y differ; the larger, 9,"),
         ({"initial_noise_multiplier": 0.9}, "initial_noise_multiplier has no effect."),
         ({"latent_mask": "x"}, "latent_mask has no effect."),
@@ -146,7 +146,7 @@ def test_warnings_are_in_the_header_and_the_info(server: RunningServer) -> None:
     assert json.loads(plain.json()["info"])["warnings"] == []
     start = {"init_images": [in_base64(picture(64, 64))], "prompt": "a", "steps": 2, "resize_mode": 3}
     repainted = post(server, "img2img", start | {"width": 64, "height": 64})
-    assert "resize_mode 3 (latent upscale) is not here" in json.loads(repainted.json()["info"])["warnings"][0]
+    assert "resize_mode 3 (latent upscale) is not supported" in json.loads(repainted.json()["info"])["warnings"][0]
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ REFUSED_LORAS = {
     "bad/turned": "it is OFT (its tensor",
     "bad/flux": "there is no such layer in the supported models (Stable Diffusion 1, 2 and XL)",
     "bad/transformer": "not named as a LoRA of a UNet or text encoder ('transformer.x.lora_A.weight')",
-    "bad/huge": "it has rank 300; at most 256 is taken.",
+    "bad/huge": "it has rank 300; at most 256 is allowed.",
     "bad/alphas": "it is damaged: 'lora_unet_mid_block_attentions_0_proj_in.alpha' is [2], not one number.",
     "bad/ranks": "their ranks must be equal",
     "bad/half": "which has no partner",

@@ -108,8 +108,8 @@ def test_an_image_is_fetched_from_the_checked_address_with_the_requested_host_na
     [
         ("/moved", "url_not_allowed", "redirects are not followed"),
         ("/gone", "url_unreadable", "answered 404"),
-        ("/long", "image_too_large", "too long"),
-        ("/endless", "image_too_large", "too long"),
+        ("/long", "image_too_large", "too large"),
+        ("/endless", "image_too_large", "too large"),
         ("/packed", "url_unreadable", "compressed"),
         ("/gopher", "url_unreadable", "did not answer in HTTP"),
         ("/short", "url_unreadable", "did not answer in HTTP"),

@@ -287,7 +287,7 @@ class FramingGuard:
             )
         if scope["http_version"] not in ("1.0", "1.1"):
             return HttpError(
-                400, "this server supports HTTP/1.0 and HTTP/1.1 only.", code="unsupported_http_version", is_last=True
+                400, "this server only supports HTTP/1.0 and HTTP/1.1.", code="unsupported_http_version", is_last=True
             )
         path: bytes = scope.get("raw_path") or b""
         hidden = _HIDDEN.search(path)

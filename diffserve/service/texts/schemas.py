@@ -186,7 +186,7 @@ class RewriteBody(WorkBody):
     """Prompt to be rewritten for the image model."""
 
     model_config = ConfigDict(title="RewritePromptRequest")
-    hints: ClassVar[Mapping[str, str]] = {"prompt": "describe the image"}
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "give a prompt to rewrite"}
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: ModelName | None = None
