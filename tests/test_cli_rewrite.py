@@ -97,8 +97,8 @@ def test_json_contains_all_details(run: Run, model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([""], "the prompt is empty; describe the image."),
-        (["a \udcff"], "prompt holds half of a character"),  # shell arguments that are not UTF-8
+        ([""], "the prompt is empty; give a prompt to rewrite."),
+        (["a \udcff"], "prompt has a lone surrogate"),  # shell arguments that are not UTF-8
         (["a fox", "-n", "0"], "n is 0; ask for 1 to 64 prompts"),
         (["a fox", "-n", "many"], "'-n'"),
         (["a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),

@@ -128,7 +128,7 @@ def _check_access(settings: Settings) -> None:
     """Check that the server would not be open to other machines unintentionally. Raises ConfigError."""
     serve = settings.serve
     if (Path(serve.data_dir).expanduser() / FILE).is_file():
-        open_store(serve)
+        open_store(settings)
     else:
         open_ring(None)
         if not os.environ.get(ENV_KEY):

@@ -245,6 +245,6 @@ def test_numbers_that_json_lacks_are_refused_before_the_request(value: float) ->
         with pytest.raises(InvalidRequest, match="strength must be a finite number"):
             client.edit_stream("a fox", b"", strength=value)
         with pytest.raises(InvalidRequest, match="temperature must be a finite number"):
-            client.chat([{"role": "user", "content": "hello"}], temperature=value)
+            client.chat("hello", temperature=value)
     with pytest.raises(InvalidRequest, match=r"body\.eta must be a finite number"):
         batch_lines([{"prompt": "a fox", "eta": value}])

@@ -89,7 +89,7 @@ def test_a_sticky_error_leaves_the_engine_and_a_passing_one_fails_its_picture(
     engine.warm_up()
     probe = DeviceProbe(engine.model)
     breaks(engine, monkeypatch, "unet.error@1, unet.sticky@8")
-    with pytest.raises(DiffserveError, match="a fault on purpose"):
+    with pytest.raises(DiffserveError, match="an injected fault"):
         engine.generate(GenerationRequest(prompt="x", diffusion=DiffusionParams(num_steps=1, guidance_scale=1.0)))
     probe.check()
     assert len(engine.generate(small())) == 1
