@@ -315,7 +315,9 @@ def test_several_images_are_numbered_and_use_consecutive_seeds(run: Run, model: 
 def test_image_has_exactly_the_requested_size(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run("generate", "a fox", "--model", model, "--steps", 1, "--size", "300x201", "-o", "fox.jpg")
     assert outcome.code == 0
-    assert re.search(r"^note: painted at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
+    assert re.search(
+        r"^note: the image was generated at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE
+    )
     with Image.open(tmp_path / "fox.jpg") as image:
         assert (image.format, image.size) == ("JPEG", (300, 201))
 

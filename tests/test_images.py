@@ -231,7 +231,7 @@ def test_parsing_time_is_linear_in_the_number_of_pairs(pair: str, monkeypatch: p
 def test_a_text_that_is_too_long_is_refused_quickly() -> None:
     text = ", ".join(f"k{i}: v" for i in range(60_000)).encode()
     started_s = time.thread_time()
-    with pytest.raises(InvalidRequest, match=r"take \d{6} bytes; at most 8192") as caught:
+    with pytest.raises(InvalidRequest, match=r"have \d{6} bytes; at most 8192") as caught:
         read_infotext(hostile_png(text))
     assert caught.value.code == "parameters_too_long"
     with pytest.raises(InvalidRequest, match="at most 8192"):

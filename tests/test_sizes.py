@@ -65,7 +65,7 @@ def test_warning_names_both_sizes_and_mentions_only_trained_sizes_as_good() -> N
     assert plan_size(EMBEDDED, (512, 512)).warning == (
         "the image was generated at 128x128, a size that this model was trained for, and resized to 512x512."
     )
-    assert plan_size(EMBEDDED, (640, 480)).warning == "painted at 128x96 and resized to 640x480."
+    assert plan_size(EMBEDDED, (640, 480)).warning == "the image was generated at 128x96 and resized to 640x480."
 
 
 PADDING = msgspec.structs.replace(EMBEDDED, other_aspects="pad")

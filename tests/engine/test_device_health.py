@@ -104,7 +104,7 @@ def test_a_trial_call_finds_out_a_device_that_fails_in_words_of_its_own(
     assert probe.is_of_use
     probe.check()
     breaks(engine, monkeypatch, "unet.broken@1")
-    with pytest.raises(DeviceLost, match="for good"):
+    with pytest.raises(DeviceLost, match="permanent fault"):
         probe.check()
 
 

@@ -59,7 +59,7 @@ def test_parts_next_to_the_unet_are_counted_and_missing_room_is_reported_by_devi
     with pytest.raises(InsufficientMemory) as refused:
         spread_over(gib, {"cuda:0": 6 << 30, "cuda:1": 6 << 30}, "balanced")
     message = refused.value.message
-    assert "(text 2.00, unet 10.00, vae 1.00)" in message
+    assert "(GiB: text 2.00, unet 10.00, vae 1.00)" in message
     assert "6.00 on cuda:0, 6.00 on cuda:1" in message
     assert "offload to auto" in message
 

@@ -165,7 +165,7 @@ def test_detect_makes_the_control_maps_that_images_are_generated_by(controlled: 
     pixels = decode_image(base64.b64decode(answer["images"][0])).array
     assert np.array_equal(pixels, edge_map(image.array, 400.0, 900.0, 128))
     assert pixels_of(detect(controlnet_module="none")["images"][0]) == image.data
-    assert "there are none and canny" in detect(400, controlnet_module="openpose")["detail"]
+    assert "use 'none' or 'canny'" in detect(400, controlnet_module="openpose")["detail"]
     assert "is not base64" in detect(400, controlnet_input_images=["!!"])["detail"]
     assert (
         "controlnet_input_images is missing" in controlled.client.post("/controlnet/detect", json={}).json()["detail"]

@@ -236,7 +236,7 @@ def test_background_responses_finish_unattended_and_can_be_cancelled(client: Ope
     finished = wait_for(lambda: over(background.id), SOON_S, "the response in the background")
     assert (finished.status, finished.output[0].result) == ("completed", waited.output[0].result)
     assert client.responses.cancel(finished.id).status == "completed", "what is over stays as it is"
-    with pytest.raises(openai.BadRequestError, match="in the background"):
+    with pytest.raises(openai.BadRequestError, match="only a background response"):
         client.responses.cancel(waited.id)
 
     long = PAINTED | {"tools": [TOOL | {"num_inference_steps": 1000}], "background": True}

@@ -243,7 +243,7 @@ def test_a_schema_with_its_own_limits_is_still_followed(schema: dict[str, Any]) 
         ('{"$ref":"#/$defs/b","$defs":{"b":{"type":"array","uniqueItems":true}}}', ".$defs.b", "uniqueItems"),
         ('{"properties":{"a":{"type":"string","pattern":"(("}}}', ".properties.a", "unclosed"),
         ('{"anyOf":[{"type":"object","minProperties":2}]}', ".anyOf[0].minProperties", "minProperties"),
-        ('{"$ref":"#"}', "", "nothing"),
+        ('{"$ref":"#"}', "", "no JSON text"),
         ('{"$ref":"file:///etc/passwd"}', "", "not"),
         ('{"x-guidance":{"lenient":true},"not":{}}', "", "x-guidance"),
         ('{"type":"integer","minimum":5,"maximum":3}', "", "minimum"),
