@@ -22,7 +22,7 @@ from diffserve.cli import main
 from diffserve.cli.outputs import name_after, plan_outputs, write_output
 from diffserve.media.images import read_infotext
 
-LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms per step, [\d.]+ s in total"
 
 
 class Outcome(NamedTuple):
@@ -102,7 +102,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--controlnet", "edges"], "a ControlNet is given as 'edges'; write NAME:IMAGE"),
         (
             ["generate", "a fox", "--controlnet", "edges:a.png:1:canny:0.8-0.2"],
-            "at work from 0.8 to 0.2; give two shares",
+            "has start 0.8 and end 0.2; give two fractions",
         ),
         (["generate", "a fox", "--controlnet", "edges:/no/such.png"], "cannot read --controlnet edges '/no/such.png'"),
         (["generate", "a fox", "--noise-source", "gpu"], "noise_source is 'gpu'; give cpu or device"),
@@ -117,13 +117,13 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--config", "/no/such.toml"], "cannot read the configuration '/no/such.toml'"),
         (["generate", "a fox", "--device", "toaster"], "'toaster'"),
         (["generate", "a fox", "--dtype", "float6"], "--dtype: dtype is 'float6'; choose one of auto, float32,"),
-        (["generate", "a fox", "-o", "fox.gif"], "'fox.gif' does not say what to write"),
+        (["generate", "a fox", "-o", "fox.gif"], "'fox.gif' has no known file extension"),
         (["generate", "a fox", "-o", "no/folder/fox.png"], "the folder 'no/folder' does not exist"),
         (["generate", "a fox", "-o", "/proc/fox.png"], "the folder '/proc'"),
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
-        (["generate", "a fox", "-o", "new/"], "or name a folder that is there."),
-        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one image, but -n is 2;"),
+        (["generate", "a fox", "-o", "new/"], "or name an existing folder."),
+        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - writes a single image, but -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
         (
             ["generate", "a fox", "--quality", "fine", "--steps", "3"],
@@ -134,7 +134,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
             ["rewrite", "two", "doggos"],
             "the wish must be one argument, got 2; put it in quotes: diffserve rewrite 'two doggos'",
         ),
-        (["generate", "\udcff\udcfe fox"], "prompt holds half of a character"),
+        (["generate", "\udcff\udcfe fox"], "prompt has a lone surrogate"),
         (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "a fox", "--stpes", "3"], "No such option"),
         (["paint", "a fox"], "No such command 'paint'"),
@@ -262,9 +262,9 @@ def test_unknown_words_are_listed_with_a_rewrite_command(run: Run) -> None:
     wish = ("generate", "an astronaut riding a horse", "--negative", "a 🦊 and a wolf")
     outcome = run(*wish, "--model", "embedded-turbo", "--guidance", 2, "--steps", 1, "-o", "a.png")
     assert outcome.code == 0
-    assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
-    assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
-    assert "to use words that the model knows, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+    assert "does not know '🦊', 'wolf' of the negative prompt" in outcome.err
+    assert "does not know 'astronaut', 'riding', 'horse'" in outcome.err
+    assert "to rewrite the prompt in known words, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,9 @@ def test_several_images_are_numbered_and_use_consecutive_seeds(run: Run, model: 
 def test_image_has_exactly_the_requested_size(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run("generate", "a fox", "--model", model, "--steps", 1, "--size", "300x201", "-o", "fox.jpg")
     assert outcome.code == 0
-    assert re.search(r"^note: painted at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
+    assert re.search(
+        r"^note: the image was generated at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE
+    )
     with Image.open(tmp_path / "fox.jpg") as image:
         assert (image.format, image.size) == ("JPEG", (300, 201))
 
@@ -373,9 +375,9 @@ def test_doctor_reports_device_model_memory_and_origins(run: Run, model: Path, t
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
     assert "few steps lightning, recognized by the name 'fox-lightning-2step': sampler euler, steps 2" in squeezed
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^a row's features for DeepCache [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^DeepCache features per row [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^free on cpu [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
-    assert re.search(r"^at the most, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^peak, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")
 
@@ -385,6 +387,27 @@ def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, mo
     outcome = run("doctor", "--model", model, "--device", "cpu")
     assert "all is well" not in outcome.out
     assert outcome.out.rstrip().splitlines()[-1].startswith("cache: /proc/cache cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ('[text]\nmodel = "/nope"\n', "text.model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\ndraft_model = "/nope"\n', "text.draft_model: no language model at '/nope'"),
+        ('[text]\nmodel = "embedded"\nrewriter_style = "nope"\n', "text.rewriter_style: "),
+        ('[serve]\nhost = "0.0.0.0"\n', "serve.host: host is '0.0.0.0', and without API keys"),
+        ('[serve]\nsafety_filter = "nope:nope"\n', "serve.safety_filter: safety_filter 'nope:nope'"),
+        ('[serve]\ndevices = ["cuda:77"]\n', "serve.devices: "),
+    ],
+)
+def test_doctor_reports_why_the_server_would_not_start(
+    run: Run, model: Path, tmp_path: Path, config: str, problem: str
+) -> None:
+    (tmp_path / "my.toml").write_text(config, encoding="utf-8")
+    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu", "--data-dir", tmp_path / "data")
+    assert outcome.code == 1
+    assert outcome.out.splitlines()[-1].startswith(problem)
+    assert not (tmp_path / "data").exists()
 
 
 def test_doctor_reports_everything_else_before_a_load_error(run: Run) -> None:
@@ -427,5 +450,5 @@ def test_output_files_use_the_next_free_numbers(tmp_path: Path) -> None:
     assert plan_outputs(tmp_path / "a.png", "", 1, overwrite=False) == [tmp_path / "a-3.png"]
     assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=False) == [tmp_path / "b-2.png", tmp_path / "b-3.png"]
     assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=True) == [tmp_path / "b-1.png", tmp_path / "b-2.png"]
-    with pytest.raises(InvalidRequest, match=r"end it in \.png, \.jpg, \.jpeg, \.webp"):
+    with pytest.raises(InvalidRequest, match=r"use \.png, \.jpg, \.jpeg, \.webp"):
         plan_outputs(tmp_path / "a.bmp", "", 1, overwrite=False)

@@ -111,7 +111,7 @@ def test_stopped_batch_resumes_without_repeating_lines(
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert process.stderr is not None
-        assert "stopped; 3 lines are painted, and the same command" in process.stderr.read()
+        assert "stopped; 3 lines are done; run the same command again" in process.stderr.read()
     server.wait_until_idle()
     assert sorted(path.name for path in folder.glob("*.*g")) == ["1.png", "2.png", "3.png"]
 
@@ -119,8 +119,8 @@ def test_stopped_batch_resumes_without_repeating_lines(
     write_lines(file, *short, odd, {"prompt": "b", "steps": 2})
     assert batch(file, "-o", folder, "--server", server.url) == 1
     output = capsys.readouterr()
-    assert "4 of 5 lines are painted" in output.out
-    assert "3 of them before; 1 failed; correct the refused lines, and then the same command" in output.out
+    assert "4 of 5 lines are done in" in output.out
+    assert "3 of them in earlier runs; 1 failed; correct the invalid lines, then run the same command" in output.out
     assert "line 4: sampler is 'nope'" in output.err
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
     results = outcomes(folder)
@@ -138,7 +138,7 @@ def test_unreachable_server_and_full_disk_stop_the_batch_with_a_hint(
     assert batch(file, "-o", tmp_path / "away", "--server", "http://127.0.0.1:9") == 2
     error = capsys.readouterr().err
     assert "no server answers" in error
-    assert "0 lines are painted, and the same command paints what is missing" in error
+    assert "0 lines are done; run the same command again to continue." in error
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
     code, folder = f"{full}; from diffserve.cli import main; main()", tmp_path / "full"
     command = [sys.executable, "-c", code, "batch", str(file), "-o", str(folder), "--server", server.url]

@@ -153,10 +153,10 @@ def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
     for number in range(MOST_TRIES):
         batch.place.part_path(0).with_name(f".000000-there-{number}.part").write_bytes(b"")
     [report] = batch.paint()
-    assert "4 workers were lost while they painted lines 1 to 1" in report.error
-    with pytest.raises(InvalidRequest, match="was begun with --shard-lines 4;"):
+    assert "4 workers were lost while they generated lines 1 to 1" in report.error
+    with pytest.raises(InvalidRequest, match="was started with --shard-lines 4;"):
         ShardFolder.open(batch.place.folder, lines=5, webdataset=False)
-    with pytest.raises(InvalidRequest, match="was begun with"):
+    with pytest.raises(InvalidRequest, match="was started with"):
         ShardFolder.open(batch.place.folder, lines=None, webdataset=True)
     batch.place.clear()
     batch.place.folder.joinpath("1.png").mkdir()
@@ -249,7 +249,7 @@ def test_every_picture_is_there_once_whatever_is_killed(tiny_model: Callable[[st
     assert looked
     assert 4 <= report["num_shards_before_restart"] < report["num_shards"] == 8
     assert report["num_shards_painted_again"] == 0, "what was over is not painted again"
-    assert "24 of 24 lines are painted" in report["said"]
+    assert "24 of 24 lines are done" in report["said"]
     assert counted(bulk.folder) == {
         "num_lines": 24, "num_lines_twice": 0, "num_pictures": 24, "num_files": 24, "num_files_amiss": 0,
         "num_parts_left": 0,

@@ -97,7 +97,7 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     (tmp_path / "data" / "styles.csv").write_text("name,prompt,negative_prompt\nnoir,{prompt} film noir,\n")
     styles = run("list", "styles", "--data-dir", "data").out
     assert "tags\t" in styles
-    assert "noir\tstyle of prompts: styles.csv\n" in styles
+    assert "noir\tprompt style from styles.csv\n" in styles
     assert run("list", "wheels").err == (
         "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, embeddings, styles.\n"
     )
@@ -156,7 +156,7 @@ def test_a_batch_without_lines_on_standard_input_is_refused(run: Run, monkeypatc
     assert run("batch", "-", "-o", "out").err == "diffserve: standard input has no prompt; write one per line.\n"
     refused = run("batch", "-", "-o", "out", "--cluster")
     assert refused.err == (
-        "diffserve: --cluster cannot read standard input, FILE is -; give a file that the workers can read.\n"
+        "diffserve: --cluster cannot read standard input; give a file that all workers can read instead of -.\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,10 +12,29 @@ from typing import Any
 
 import pytest
 
+from diffserve.cli import main
 from diffserve.media.images import decode_image
 from tests.service.server import ROOT, SOON_S, RunningServer, wait_for
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_an_impossible_port_is_one_line(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["mcp", "--http", str(port)])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"diffserve: --http must be between 1 and 65535, got {port}.\n"
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(SystemExit) as caught:
+            main(["mcp", "--http", str(port)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error == f"diffserve: cannot listen on 127.0.0.1:{port}: Address already in use; try another --http.\n"
 
 
 def run_session(url: str, session: Callable[[Any], Awaitable[None]]) -> None:

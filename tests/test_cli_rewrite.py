@@ -67,7 +67,7 @@ def test_several_prompts_are_reproduced_by_the_seed(run: Run, model: Path) -> No
 def test_fewer_different_prompts_than_requested_are_noted(run: Run, model: Path) -> None:
     code, out, err = run("either", "-n", 6, "--model", model)
     assert (code, len(out.splitlines())) == (0, 3)
-    assert err == "note: 6 prompts were requested, and the model has 3 different prompts for this wish.\n"
+    assert err == "note: 6 prompts were requested, but the model found only 3 different prompts.\n"
 
 
 def test_rejected_rewrite_is_noted_once_and_the_wish_is_kept(run: Run, model: Path) -> None:
@@ -97,8 +97,8 @@ def test_json_contains_all_details(run: Run, model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([""], "the prompt is empty; describe the image."),
-        (["a \udcff"], "prompt holds half of a character"),  # shell arguments that are not UTF-8
+        ([""], "the prompt is empty; give a prompt to rewrite."),
+        (["a \udcff"], "prompt has a lone surrogate"),  # shell arguments that are not UTF-8
         (["a fox", "-n", "0"], "n is 0; ask for 1 to 64 prompts"),
         (["a fox", "-n", "many"], "'-n'"),
         (["a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),

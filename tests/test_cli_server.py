@@ -48,6 +48,20 @@ def test_model_loading_options_are_refused_before_connecting(
     assert "DIFFSERVE_SERVER" in error
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [("--guidance", "guidance_scale"), ("--eta", "eta"), ("--variation-strength", "variation_strength")],
+)
+def test_numbers_that_are_not_finite_are_refused_before_connecting(
+    option: str, field: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "a fox", "--server", UNREACHABLE, f"{option}={value}"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"diffserve: {field} must be a finite number, got {value}.\n"
+
+
 def test_cluster_up_has_every_option_of_serve_except_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command: Any = typer.main.get_command(app)
     serve_options = {option.name: option for option in command.commands["serve"].params}

@@ -185,7 +185,7 @@ def test_auto_becomes_none_for_a_number_and_stays_auto_otherwise() -> None:
         ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
         ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
         ("[model]\ngood_sizes = [[0, 128]]\n", "every side must be 1 px or more"),
-        ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes holds a side of 192 px."),
+        ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes has a side of 192 px."),
         ("[engine]\nmax_rows = 1\n", "max_rows is 1; it must lie between 2 and 256: a guided image needs 2 rows"),
         ("[engine]\nmax_rows = 1_000_000\n", "max_rows is 1000000; it must lie between 2 and 256"),
         ("[engine]\nmax_lanes = 1_000_000_000_000\n", "max_lanes is 1000000000000; it must lie between"),
@@ -285,7 +285,7 @@ def test_further_models_have_names_and_inherit_user_set_keys_of_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[models]\n'../x' = 'embedded'\n", "models.../x: a model's name is of letters"),
+        ("[models]\n'../x' = 'embedded'\n", "models.../x: a model name may have letters"),
         ("[models]\nx = 3\n", "models.x is 3; give a path, or a table"),
         ("[models]\nx = '/nowhere'\n", "models.x: there is no model at '/nowhere'"),
         ("[models]\nembedded = 'embedded-turbo'\n", "two models are called 'embedded'"),

@@ -160,9 +160,9 @@ def test_quoted_text_is_removed(text: str, shown: str) -> None:
 
 
 def test_reason_of_a_failure_keeps_only_device_messages() -> None:
-    client_text = f"painting this image raised ValueError: {SECRET}\n{SECRET}"
-    assert reason_of(client_text) == "painting this image raised ValueError"
-    device_message = "painting this image raised RuntimeError: CUDA error: device-side assert triggered"
+    client_text = f"generating this image raised ValueError: {SECRET}\n{SECRET}"
+    assert reason_of(client_text) == "generating this image raised ValueError"
+    device_message = "generating this image raised RuntimeError: CUDA error: device-side assert triggered"
     assert reason_of(device_message) == device_message
 
 

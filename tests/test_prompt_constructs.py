@@ -28,7 +28,7 @@ from diffserve.models.loras import Lora, read_tags
 def test_prompt_editing_and_alternation_produce_a_warning(prompt: str, quoted: str) -> None:
     for is_negative, name in ((False, "prompt"), (True, "negative prompt")):
         (sentence,) = unserved_constructs(prompt, is_negative=is_negative)
-        assert sentence.startswith(f"{quoted} in the {name} changes nothing from step to step here;")
+        assert sentence.startswith(f"{quoted} in the {name} is not supported (prompt editing);")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_text_without_such_constructs_causes_no_warning(prompt: str) -> None:
 
 def test_and_produces_a_warning_in_the_prompt_only() -> None:
     (sentence,) = unserved_constructs("a cat AND a dog :0.5 AND a bird")
-    assert sentence == "'AND' in the prompt joins no prompts here; it was read as a word."
+    assert sentence == "'AND' in the prompt is not supported (prompt composition); it was read as a word."
     assert unserved_constructs("a cat AND a dog", is_negative=True) == []
 
 
@@ -53,7 +53,7 @@ def test_tags_of_other_networks_are_removed_with_a_warning(tag: str) -> None:
     prompt = f"a cat {tag}, a dog"
     assert encoded_text(prompt) == "a cat , a dog"
     (sentence,) = unserved_constructs(prompt)
-    assert sentence == f"'{tag}' in the prompt was left out; LoRAs in the prompt are all that is here."
+    assert sentence == f"'{tag}' in the prompt was ignored; only LoRAs are supported in the prompt."
     assert read_tags(prompt) == (prompt, ())
 
 
@@ -100,7 +100,7 @@ def test_command_line_warns_about_unsupported_constructs(
     assert caught.value.code == 0
     errors = " ".join(capsys.readouterr().err.split())
     for beginning in (
-        "'[cat|dog]' in the prompt changes nothing", "'AND' in the prompt joins no prompts",
+        "'[cat|dog]' in the prompt changes nothing", "'AND' in the prompt is not supported",
         "'[red:blue:0.5]' in the negative prompt changes nothing",
     ):  # fmt: skip
         assert f"note: {beginning}" in errors

@@ -106,9 +106,9 @@ def test_a_certificate_that_cannot_sign_is_refused(tmp_path: Path) -> None:
     files = make_chain(tmp_path, "a painter")
     (tmp_path / "other").mkdir()
     other = make_chain(tmp_path / "other", "another")
-    with pytest.raises(ConfigError, match="cannot sign a picture"):
+    with pytest.raises(ConfigError, match="cannot sign an image"):
         Signer(str(files.chain), str(other.key))
-    with pytest.raises(ConfigError, match="cannot sign a picture"):
+    with pytest.raises(ConfigError, match="cannot sign an image"):
         Signer(str(files.key), str(files.key))
     with pytest.raises(ConfigError, match="c2pa_key 'nowhere' cannot be read"):
         Signer(str(files.chain), "nowhere")

@@ -15,7 +15,7 @@ INVALID_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("temperature", -1, "temperature is -1; give a number between 0 and 100"),
     ("temperature", math.nan, "temperature is nan"),
     ("temperature", math.inf, "temperature is inf"),
-    ("temperature", 1e-9, "only 0 is taken"),
+    ("temperature", 1e-9, "give 0 for the most likely token"),
     ("temperature", "hot", "temperature is 'hot'"),
     ("top_p", 1.5, "between 0 and 1; 1 keeps every token"),
     ("top_k", -1, "0 keeps every token"),

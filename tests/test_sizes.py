@@ -63,9 +63,9 @@ def test_image_is_generated_at_the_nearest_suitable_size(
 
 def test_warning_names_both_sizes_and_mentions_only_trained_sizes_as_good() -> None:
     assert plan_size(EMBEDDED, (512, 512)).warning == (
-        "painted at 128x128, which this model does well, and resized to 512x512."
+        "the image was generated at 128x128, a size that this model was trained for, and resized to 512x512."
     )
-    assert plan_size(EMBEDDED, (640, 480)).warning == "painted at 128x96 and resized to 640x480."
+    assert plan_size(EMBEDDED, (640, 480)).warning == "the image was generated at 128x96 and resized to 640x480."
 
 
 PADDING = msgspec.structs.replace(EMBEDDED, other_aspects="pad")

@@ -11,6 +11,7 @@ from diffserve.client import DEFAULT_URL
 from diffserve.client.transport import base_url
 
 EXIT_USER_ERROR = 2
+MAX_PORT = 65535
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 2 after a usage error, which is printed as one line on standard error.
     """
     options = _parser().parse_args(arguments)
+    if not 1 <= options.port <= MAX_PORT:
+        return _refuse(f"--port must be between 1 and {MAX_PORT}, got {options.port}.")
     try:
         base_url(options.server)
         from ui.mounting import launch_page
@@ -33,10 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ui", description="The page of a diffserve server elsewhere.")
-    parser.add_argument("--server", default=DEFAULT_URL, metavar="URL", help=f"where it listens ({DEFAULT_URL})")
-    parser.add_argument("--host", default="127.0.0.1", help="address the page listens on")
-    parser.add_argument("--port", type=int, default=7860, help="port the page listens on")
+    parser = argparse.ArgumentParser(
+        prog="python -m ui", description="Serve the web page of a diffserve server that runs elsewhere."
+    )
+    parser.add_argument(
+        "--server", default=DEFAULT_URL, metavar="URL", help=f"address of the server (default {DEFAULT_URL})"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on (default 7860)")
     return parser
 
 

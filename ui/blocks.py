@@ -16,8 +16,8 @@ from ui.api_types import correct_types
 from ui.guard import event_data_of, event_errors, key_of
 from ui.server import Models, Server, sentence
 
-UNREADABLE: Final = "That cannot be read; reload the page and try again."
-OUR_MISTAKE: Final = "The server made a mistake; its log says more."
+UNREADABLE: Final = "The request cannot be read; reload the page and try again."
+OUR_MISTAKE: Final = "The server had an internal error; see its log for details."
 
 _key_id: ContextVar[str] = ContextVar("key_id", default="")
 """The key of the event that is processed in this context; empty where the server asks for none."""

@@ -14,13 +14,13 @@ WAITING = "queued"
 
 EARLY = "The server is loading its models; the image is generated as soon as they are ready."
 
-LOST = "This request was lost with the server; press Generate to run it again."
+LOST = "This request was lost when the server stopped; press Generate to run it again."
 
 STOPPING = "Stopping after this step. Press Stop again to discard the unfinished image."
 
 OLDER = "The image above is from an earlier request."
 
-SHUT_OUT = "the request is retried until there is room."
+SHUT_OUT = "the request is retried until the queue has room."
 """Follows the server's message about its full queue or the rate limit of the key."""
 
 
@@ -112,7 +112,7 @@ def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
     called = "seeds" if pictures[0].variation_seed is None else f"seed {pictures[0].seed}, variation seeds"
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
     seed_text = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
-    return f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. Select one to see it alone."
+    return f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. Select one to enlarge it."
 
 
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:

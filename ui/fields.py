@@ -25,10 +25,10 @@ MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
     """Check that ``text`` is None or a text of at most ``most`` characters. Raises InvalidRequest."""
     if text is not None and not isinstance(text, str):
-        raise InvalidRequest(f"The {name} is no text; write one, or nothing.", param=name)
+        raise InvalidRequest(f"The {name} must be text; enter text or leave it empty.", param=name)
     if text is not None and len(text) > most:
         raise InvalidRequest(
-            f"The {name} has {len(text)} characters; at most {most} are taken, so shorten it.",
+            f"The {name} has {len(text)} characters; at most {most} are allowed. Shorten it.",
             param=name,
             code="string_above_max_length",
         )
@@ -42,8 +42,10 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     except ValueError:
         value = math.nan
     if value is not None and not (math.isfinite(value) and 0 <= value <= most):
-        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number from 0 on"
-        raise InvalidRequest(f"The {name} is {text[:40]!r}; give {kind}, or nothing for the model's own.", param=name)
+        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number of 0 or more"
+        raise InvalidRequest(
+            f"The {name} is {text[:40]!r}; give {kind}, or leave it empty for the default of the model.", param=name
+        )
     return value
 
 
@@ -66,8 +68,8 @@ def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, pa
         value = math.nan
     if value is not None and not (value.is_integer() and 1 <= value <= most):
         raise InvalidRequest(
-            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from 1 to {most}, or nothing for "
-            f"{nothing}.",
+            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from 1 to {most}, or leave it "
+            f"empty for {nothing}.",
             param=param or name,
         )
     return None if value is None else int(value)
@@ -92,8 +94,8 @@ def read_interval(text: str | None, name: str, called: str) -> tuple[float, floa
         first, last = math.nan, math.nan
     if not 0.0 <= first <= last <= 1.0:
         raise InvalidRequest(
-            f"The {called} is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for "
-            "all steps.",
+            f"The {called} is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or leave "
+            "it empty for all steps.",
             param=name,
         )
     return first, last
@@ -107,8 +109,8 @@ def read_seed(text: str | None, name: str = "seed") -> int | None:
     digits = text.lstrip("0") or "0"
     if not (text.isascii() and text.isdigit() and len(digits) <= MAX_SEED_DIGITS and int(digits) <= MAX_SEED):
         raise InvalidRequest(
-            f"The {name.replace('_', ' ')} is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for "
-            "a random one.",
+            f"The {name.replace('_', ' ')} is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or "
+            "leave it empty for a random seed.",
             param=name,
         )
     return int(digits)

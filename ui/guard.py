@@ -118,7 +118,7 @@ class Guard:
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             if path != "/upload":
                 raise
-            raise InvalidRequest("the upload cannot be read as a form with files.", param="files") from error
+            raise InvalidRequest("the upload is not a form with files.", param="files") from error
         except RuntimeError as error:  # of a session that is not there, which it has told the page already
             if path != "/queue/data" or getattr(error.__cause__, "status_code", 0) != 404:
                 raise
@@ -140,9 +140,9 @@ class Guard:
         remaining_headers = []
         for name, value in scope["headers"]:
             if name == b"range" and not _RANGE.fullmatch(value):
-                raise InvalidRequest("only one range of bytes is taken.", param="Range", code="invalid_range")
+                raise InvalidRequest("only a single byte range is supported.", param="Range", code="invalid_range")
             if name == b"content-type" and value.lower().startswith(b"multipart/") and not _BOUNDARY.search(value):
-                raise InvalidRequest("the form has no boundary of 1 to 70 characters.", param="Content-Type")
+                raise InvalidRequest("the form boundary must have 1 to 70 characters.", param="Content-Type")
             pattern = _FORWARDED.get(name)
             is_odd = pattern is not None and not pattern.fullmatch(value.partition(b",")[0].strip())
             if not is_odd and not (name == b"range" and value[-1:].isdigit() and b"=-" not in value):
@@ -180,7 +180,7 @@ class Guard:
     def _check_event(self, path: str, body: dict[str, Any]) -> None:
         """Refuse an event that the page does not have, or that lacks what its function is given."""
         if body.get("batched"):
-            raise InvalidRequest("no event of the page takes batches.", param="batched")
+            raise InvalidRequest("events of the page do not support batches.", param="batched")
         if body.get("session_hash") is not None:
             _check_session(body["session_hash"])
         index = body.get("fn_index")
@@ -194,7 +194,7 @@ class Guard:
             for kind in event_data_of(fn.fn):
                 kind(None, body.get("event_data"))
         except (TypeError, LookupError, ValueError):
-            raise InvalidRequest("event_data lacks what the event is about.", param="event_data") from None
+            raise InvalidRequest("event_data has no description of the event.", param="event_data") from None
 
 
 def event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
@@ -247,7 +247,9 @@ async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
         messages.append(await receive())
         num_bytes += len(messages[-1].get("body", b""))
         if num_bytes > MAX_EVENT_BYTES:
-            raise InvalidRequest(f"an event of the page has at most {MAX_EVENT_BYTES} bytes.", code="body_too_large")
+            raise InvalidRequest(
+                f"an event of the page must have at most {MAX_EVENT_BYTES} bytes.", code="body_too_large"
+            )
     return b"".join(message.get("body", b"") for message in messages), _replay(messages, receive)
 
 

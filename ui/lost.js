@@ -6,7 +6,7 @@
   const LOCKED = Symbol("a key is required");
   const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
   const KEPT = "your work is kept, reconnecting.";
-  const LOST = "lost with the server";  // part of the status text after the reload
+  const LOST = "lost when the server stopped";  // part of the status text after the reload
   const LATER = "Connection lost; this is generated after reconnecting.";
   const TABS = {
     create: {

@@ -125,7 +125,9 @@ def models_of(models: Sequence[Model]) -> Models:
         if model.capabilities is not None and model.capabilities.language is not None:
             language = language or (model.id, model.capabilities.language)
     if not images:
-        raise DiffserveError("the server does not say what its models can do; update it to the version of this page.")
+        raise DiffserveError(
+            "the server does not report the capabilities of its models; update it to the version of this page."
+        )
     first, *others = images
     image = Models(first, images[first], others={name: images[name] for name in others})
     if language is None or not language[1].can_rewrite:
@@ -141,9 +143,9 @@ def sentence(error: BaseException) -> str:
         case DiffserveError():
             return as_sentence(as_labelled(error.message))
         case OSError():
-            return f"The page could not write a file: {error.strerror or error}; make room on its disk and try again."
+            return f"The page could not write a file: {error.strerror or error}; free some disk space and try again."
         case _:
-            return "Something went wrong inside the page; its log says more. Try again, or reload the page."
+            return "The page had an internal error; see its log for details. Try again, or reload the page."
 
 
 def as_sentence(text: str) -> str:

@@ -71,7 +71,7 @@ def check_chars(text: str, limit: int, param: str, what: str = "") -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = f"{param} holds half of a character (a lone surrogate); give text that UTF-8 can hold."
+        message = f"{param} has a lone surrogate, which is half of a character; give valid Unicode text."
         raise InvalidRequest(message, param=param) from None
 
 
@@ -91,7 +91,7 @@ def check_share(share: float) -> None:
         InvalidRequest: ``share`` is out of range.
     """
     ok = LEAST_SHARE <= share <= MOST_SHARE
-    check(ok, f"share is {share}; give {LEAST_SHARE:g} to {MOST_SHARE:g}, the default is 1.", "share")
+    check(ok, f"share is {share}; give {LEAST_SHARE:g} to {MOST_SHARE:g} (default: 1).", "share")
 
 
 def check_deadline(deadline_s: float | None) -> None:

@@ -46,7 +46,7 @@ class EmbeddingRequest(
     def __post_init__(self) -> None:
         check(
             bool(self.texts) is not bool(self.token_ids) and all(self.inputs),
-            "the input is empty, or a part of it is; give texts, or lists of token ids.",
+            "the input or a part of it is empty; give texts, or lists of token ids.",
             "input",
             "empty_input",
         )

@@ -107,13 +107,15 @@ class DeadlineUnreachable(DiffserveError):
     def of(cls, deadline_s: float, predicted_s: float, least_s: float) -> DeadlineUnreachable:
         """Return the error for a request that takes at least ``least_s`` on an idle engine."""
         is_hopeless = least_s > deadline_s
-        advice = "ask for less, or give it more time" if is_hopeless else "try again when the server is less busy"
-        message = f"deadline_s is {deadline_s:g}, and this would be done in about {predicted_s:.1f} s; {advice}."
+        advice = (
+            "request less work, or set a longer deadline" if is_hopeless else "try again when the server is less busy"
+        )
+        message = f"deadline_s is {deadline_s:g}, but this request would take about {predicted_s:.1f} s; {advice}."
         retry_after_s = None if is_hopeless else predicted_s - deadline_s
         return cls(message, predicted_s=predicted_s, retry_after_s=retry_after_s)
 
 
-NOT_FINITE: Final = {"denoise": "the latents are not finite", "vae_decode": "the VAE gave a picture that is not finite"}
+NOT_FINITE: Final = {"denoise": "the latents are not finite", "vae_decode": "the decoded image is not finite"}
 """Beginning of the message of a NumericalError, by the phase that found it."""
 
 

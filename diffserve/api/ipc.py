@@ -189,7 +189,7 @@ def frame(message: Command | Report) -> bytes:
     try:
         body = _encoder.encode(message)
     except OverflowError:
-        raise InvalidRequest(f"a number is larger than {2**64 - 1}; that is too large.") from None
+        raise InvalidRequest(f"a number is larger than {2**64 - 1}, which is too large.") from None
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is longer than a frame may be ({MAX_FRAME_BYTES} bytes).")
     return HEADER.pack(len(body)) + body
@@ -203,7 +203,7 @@ def body_length(header: bytes | memoryview) -> int:
     """
     (num_bytes,) = HEADER.unpack(header)
     if num_bytes > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame announces {num_bytes} bytes; at most {MAX_FRAME_BYTES} are taken.")
+        raise ValueError(f"a frame announces {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed.")
     return int(num_bytes)
 
 

@@ -80,7 +80,8 @@ def check_schema(text: str, param: str) -> None:
         minimum, num_required = node.get("minProperties", 0), len(required) if isinstance(required, list) else 0
         if isinstance(minimum, int) and minimum > num_required:
             raise InvalidRequest(
-                f"{param}{place}: minProperties is {minimum} and {num_required} are required; name as many there.",
+                f"{param}{place}: minProperties is {minimum} and {num_required} are required; list that many in "
+                "required.",
                 param=f"{param}{place}.minProperties",
                 code="invalid_json_schema",
             )
@@ -186,7 +187,7 @@ def _problem(schema: Schema) -> str:
         return _shorten(trial.get_error())
     trial.compute_bitmask()
     is_dead = trial.is_stopped() and not trial.is_accepting()
-    return "nothing can follow it" if is_dead else ""
+    return "no JSON text can match it" if is_dead else ""
 
 
 def _failing_path(schema: dict[str, Any], reason: str) -> str:

@@ -134,9 +134,9 @@ def unserved_constructs(prompt: str, *, is_negative: bool = False) -> list[str]:
     """
     name = "negative prompt" if is_negative else "prompt"
     constructs = [
-        (_step_brackets(prompt), "changes nothing from step to step here; it was read as words in square brackets."),
-        (filter(_NETWORK.fullmatch, _TOKEN.findall(prompt)), "was left out; LoRAs in the prompt are all that is here."),
-        ([] if is_negative else _AND.findall(prompt), "joins no prompts here; it was read as a word."),
+        (_step_brackets(prompt), "is not supported (prompt editing); it was read as words in square brackets."),
+        (filter(_NETWORK.fullmatch, _TOKEN.findall(prompt)), "was ignored; only LoRAs are supported in the prompt."),
+        ([] if is_negative else _AND.findall(prompt), "is not supported (prompt composition); it was read as a word."),
     ]
     quoted = [(_quoted(parts), effect) for parts, effect in constructs]
     return [f"{parts} in the {name} {effect}" for parts, effect in quoted if parts]

@@ -52,7 +52,7 @@ class RewriteRequest(
     request_id: str = msgspec.field(default_factory=partial(new_request_id, "rwt"))
 
     def __post_init__(self) -> None:
-        check(bool(self.wish.strip()), "the prompt is empty; describe the image.", "prompt", "empty_prompt")
+        check(bool(self.wish.strip()), "the prompt is empty; give a prompt to rewrite.", "prompt", "empty_prompt")
         check_chars(self.wish, MAX_TEXT_CHARS, "prompt", "the prompt")
         check_num(self.num_prompts, MAX_TEXTS, "prompts")
         check_scheduling(self.deadline_s, self.priority, self.share)

@@ -119,8 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _check_count(getattr(self, name), name, *bounds)
         check(
             self.temperature == 0.0 or self.temperature >= MIN_TEMPERATURE,
-            f"temperature is {self.temperature!r}; below {MIN_TEMPERATURE:g} only 0 is taken, "
-            "which takes the most likely token.",
+            f"temperature is {self.temperature!r}; give 0 for the most likely token, or at least {MIN_TEMPERATURE:g}.",
             "temperature",
         )
         check(
@@ -139,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         check(
             self.num_beams == 1 or self.is_greedy,
-            f"num_beams is {self.num_beams} and temperature {self.temperature:g}; beam search draws nothing at random: "
+            f"num_beams is {self.num_beams} and temperature {self.temperature:g}; beam search does not sample: "
             "set temperature to 0, or num_beams to 1.",
             "num_beams",
         )
@@ -169,7 +168,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         check(
             len(ids) <= MAX_STOP_TOKEN_IDS,
-            f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are taken.",
+            f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed.",
             "stop_token_ids",
         )
         for token_id in ids:
@@ -178,7 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_bias(self) -> None:
         bias, name = self.logit_bias, "logit_bias"
         check(isinstance(bias, tuple), f"{name} is {_shorten(bias)}; give a tuple of (token id, number).", name)
-        check(len(bias) <= MAX_BIASES, f"{name} has {len(bias)} tokens; at most {MAX_BIASES} are taken.", name)
+        check(len(bias) <= MAX_BIASES, f"{name} has {len(bias)} tokens; at most {MAX_BIASES} are allowed.", name)
         for token_id, value in bias:
             _check_count(token_id, name, 0, MAX_TOP_K)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -48,10 +48,10 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
         """A sentence for the caller if the image is resized, else ``None``."""
         if (self.paint_width_px, self.paint_height_px) == (self.width_px, self.height_px):
             return None
-        quality = ", which this model does well," if self.is_trained else ""
+        quality = ", a size that this model was trained for," if self.is_trained else ""
         padding = "padded at its edges and " if self.is_padded else ""
         return (
-            f"painted at {self.paint_width_px}x{self.paint_height_px}{quality} "
+            f"the image was generated at {self.paint_width_px}x{self.paint_height_px}{quality} "
             f"and {padding}resized to {self.width_px}x{self.height_px}."
         )
 
@@ -206,12 +206,14 @@ def fit_controls(
     images = tuple(_in_aspect(control, image, requested) for control, image in zip(controls, images, strict=True))
     for control, image in zip(controls, images, strict=True):
         image_size, size = f"{image.width_px}x{image.height_px}", f"{requested[0]}x{requested[1]}"
-        message = f"the image of ControlNet {control.name!r} is {image_size} px, the picture {size} px; "
+        message = f"the image of ControlNet {control.name!r} is {image_size} px, the generated image {size} px; "
         has_aspect = abs(math.log(image.width_px / image.height_px * requested[1] / requested[0])) <= SAME_ASPECT
-        advice = "give one of that aspect: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        advice = (
+            "give one of that aspect ratio: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        )
         if not control.resize:
             advice += f"for size {image_size}"
-            advice += ", or for it to be resized (resize)." if has_aspect else "."
+            advice += ", or set resize." if has_aspect else "."
         fits = (image_size == size or bool(control.resize)) and has_aspect
         check(fits, message + advice, PARAM, "invalid_image")
     return tuple(resize(image, *generated) for image in images)

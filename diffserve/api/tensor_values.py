@@ -44,7 +44,7 @@ class Encodings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         num = len(self.base) + len(self.refiner)
-        check(num <= MOST_TENSORS, f"{num} tensors; at most {MOST_TENSORS} are taken.", "encodings", "invalid_value")
+        check(num <= MOST_TENSORS, f"{num} tensors; at most {MOST_TENSORS} are allowed.", "encodings", "invalid_value")
 
     @property
     def num_bytes(self) -> int:

@@ -69,7 +69,7 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
     def __post_init__(self) -> None:
         check(
             sum(map(bool, (self.prompt, self.token_ids, self.messages))) == 1,
-            "give one of prompt, token_ids and messages, and not an empty one.",
+            "give exactly one of prompt, token_ids and messages, and do not leave it empty.",
             "prompt",
             "invalid_value" if self.prompt or self.token_ids else "empty_prompt",
         )

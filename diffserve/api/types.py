@@ -158,7 +158,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
         check(
             self.num_steps is None or self.num_steps <= MAX_STEPS,
-            f"num_steps is {str(self.num_steps)[:40]}; no model takes more than {MAX_STEPS} steps.",
+            f"num_steps is {str(self.num_steps)[:40]}; no model allows more than {MAX_STEPS} steps.",
             "num_inference_steps",
         )
         check_fields(self)
@@ -300,12 +300,12 @@ class GenerationRequest(
             check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
         check_num(self.num_images, MAX_IMAGES, "images")
         is_valid = self.best_of is None or self.num_images <= self.best_of <= MAX_IMAGES
-        advice = f"paint at least the {self.num_images} that are kept, at most {MAX_IMAGES}."
+        advice = f"give at least n, which is {self.num_images}, and at most {MAX_IMAGES}."
         check(is_valid, f"best_of is {str(self.best_of)[:40]}; {advice}", "best_of")
         has_variation = self.diffusion.variation_strength > 0.0
         self._check_seed("seed", self.seed, 0 if has_variation else self.num_painted - 1)
         self._check_seed("variation_seed", self.diffusion.variation_seed, self.num_painted - 1)
-        check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
+        check(self.preview_every >= 0, f"preview_every is {self.preview_every}; give 0 or more.", "preview_every")
         check(
             self.mask_image is None or self.init_image is not None,
             "a mask was given without an image to inpaint; give init_image too.",
@@ -319,7 +319,7 @@ class GenerationRequest(
         check(
             seed is None or 0 <= seed <= largest,
             f"{name} is {seed}; it must lie between 0 and {largest}"
-            f"{f', for the last of {self.num_painted} images has {num_further} more' * (num_further > 0)},"
+            f"{f' (the last of {self.num_painted} images uses {name} + {num_further})' * (num_further > 0)},"
             " or be left out for a random one.",
             name,
         )
@@ -330,7 +330,7 @@ class GenerationRequest(
         A resized image keeps the digest of the original.
         """
         controls, images = self.diffusion.controlnets, self.control_images
-        message = f"{len(controls)} ControlNets are asked for with {len(images)} pictures; give each of them one."
+        message = f"{len(controls)} ControlNets are requested with {len(images)} images; give one image for each."
         check(len(controls) == len(images), message, "controlnets")
         if all(control.image for control in controls):
             return

@@ -42,12 +42,12 @@ def redeploy(settings: Settings) -> int:
 def down(settings: Settings) -> int:
     """Stop the front process, its replicas and the Ray cluster that it started."""
     was_up = _file(settings).end(settings.serve.shutdown_timeout_s + SHUTDOWN_MARGIN_S)
-    print("down" if was_up else NOT_RUNNING)
+    print("stopped" if was_up else NOT_RUNNING)
     return 0
 
 
 def _ray_address(state: ClusterState) -> str:
-    return state.address or ("the cluster that it was deployed in" if state.is_deployed else "its own")
+    return state.address or ("the cluster it was deployed in" if state.is_deployed else "started by this command")
 
 
 def _file(settings: Settings) -> StateFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from diffserve.api.errors import DiffserveError
 from diffserve.disk_cache import DiskCache
+from diffserve.media.provenance import Marks
 from diffserve.models.profiles import find_few_step
-from diffserve.settings.config import EngineConfig, Settings
+from diffserve.rewriting import find_rewriter, load_style
+from diffserve.rewriting.style import EMBEDDED
+from diffserve.service.http.keys import ENV_KEY
+from diffserve.service.run import check_open, open_ring, open_store
+from diffserve.service.safety import Safety
+from diffserve.settings.config import AUTO_STYLE, EngineConfig, Settings
 from diffserve.settings.layers import KEYS
+from diffserve.store.database import FILE
 from diffserve.store.unet_paths import UNetPathFile
 from diffserve.version import __version__
 
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from diffserve.runtime.dry_run import GPU
     from diffserve.runtime.footprint import Footprint
 
+EXIT_PROBLEM = 1
 PROBE_BYTES = 1 << 16
 ROWS = (1, 2, 8)
 STEP_HEADINGS = ("rows", "TFLOP", "kernels", "activations", "at least")
@@ -32,7 +41,9 @@ LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
 def run(settings: Settings, gpu: str | None = None) -> int:
-    """Print the report on standard output. Errors in loading the model are raised after the other sections.
+    """Print the report on standard output and return the exit code: 0, or 1 if ``diffserve serve`` would not start.
+
+    Errors in loading the image model are raised after the other sections.
 
     Args:
         settings: The settings to report.
@@ -72,11 +83,69 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "UNet calls", _unet_calls(model, settings))
     left = model.unquantized_layers()
     if left:
-        _section(console, f"not in {choice.dtype}", ((line,) for line in left))
+        _section(console, f"layers not in {choice.dtype}", ((line,) for line in left))
     _section(console, "folders", ((name, status) for name, status, _ in folders))
+    reasons = list(_start_problems(settings))
     problems = [f"{name}: {status}" for name, status, is_writable in folders if not is_writable]
+    problems += [reason.rstrip(".") for reason in reasons]
     console.print(f"\n{'; '.join(problems) or 'all is well'}.", markup=False, soft_wrap=True)
-    return 0
+    return EXIT_PROBLEM if reasons else 0
+
+
+def _start_problems(settings: Settings) -> Iterator[str]:
+    """Yield the reasons for which ``diffserve serve`` would not start, apart from those of the image model."""
+    for key, check in (
+        ("text.model", _check_language_model),
+        ("text.draft_model", _check_draft_model),
+        ("text.rewriter_style", _check_style),
+        ("serve.host", _check_access),
+        ("serve.c2pa_certificate", lambda settings: Marks.of(settings.serve)),
+        ("serve.safety_filter", _check_safety_filter),
+        ("serve.devices", _check_devices),
+    ):
+        try:
+            check(settings)
+        except DiffserveError as error:
+            yield f"{key}: {error.message}"
+
+
+def _check_language_model(settings: Settings) -> None:
+    if settings.text.model not in ("", EMBEDDED):  # without the embedded one the server starts with a warning
+        find_rewriter(settings.text.model)
+
+
+def _check_draft_model(settings: Settings) -> None:
+    if settings.text.model and settings.text.draft_model:
+        find_rewriter(settings.text.draft_model)
+
+
+def _check_style(settings: Settings) -> None:
+    if settings.text.model and settings.text.rewriter_style != AUTO_STYLE:
+        load_style(settings.text.rewriter_style)
+
+
+def _check_access(settings: Settings) -> None:
+    """Check that the server would not be open to other machines unintentionally. Raises ConfigError."""
+    serve = settings.serve
+    if (Path(serve.data_dir).expanduser() / FILE).is_file():
+        open_store(settings)
+    else:
+        open_ring(None)
+        if not os.environ.get(ENV_KEY):
+            check_open(serve, None)
+
+
+def _check_safety_filter(settings: Settings) -> None:
+    with Safety.running(settings):
+        pass
+
+
+def _check_devices(settings: Settings) -> None:
+    from diffserve.runtime import choose_for
+
+    profile = settings.model
+    for device in dict.fromkeys(settings.serve.devices):
+        choose_for(profile.path, device, profile.dtype, settings.engine.offload)
 
 
 def _versions() -> Iterable[tuple[str, str]]:
@@ -101,7 +170,7 @@ def _settings(settings: Settings) -> Iterable[tuple[str, str, str]]:
 def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:
     yield "device", str(choice.device)
     yield "precision", choice.dtype
-    yield "because", choice.reason
+    yield "reason", choice.reason
 
 
 def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
@@ -112,9 +181,9 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
     yield "predicts", info.prediction_type
     if model.plausibility is not None:
         plausible = "" if model.plausibility.is_plausible else " (random, damaged or distilled weights)"
-        yield "error read as", f"{model.plausibility}{plausible}"
+        yield "prediction check", f"{model.plausibility}{plausible}"
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
-    yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
+    yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels per cell"
     yield "trained on", f"{info.train_timesteps} timesteps"
     few_step = find_few_step(location)
     if few_step is not None:
@@ -124,7 +193,7 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
     if info.scorer:
         yield "scorer", info.scorer
     if info.learnt_words:
-        yield "learnt words", ", ".join(info.learnt_words)
+        yield "learned words", ", ".join(info.learnt_words)
     for word, problem in info.refused_words.items():
         yield "skipped word", f"{word}: {problem}"
 
@@ -138,7 +207,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
     config = settings.engine
     packages = Packages(model, DiskCache.at(config.cache_dir))
     graphs = config.cuda_graphs and model.device.type == "cuda"
-    recorded = "recorded where launching takes most of a call's time"
+    recorded = "used where launch overhead dominates"
     yield "CUDA graphs", recorded if graphs else "none: the device is not CUDA, or engine.cuda_graphs is false"
     if config.compile == "off":
         yield "compiled", "no: engine.compile is off"
@@ -148,7 +217,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
         return
     yield "compiler", packages.compiler_name
     if compiles_in_background(model, config):
-        yield "compiled", "in the background, used where measured as faster"
+        yield "compiled", "in the background, used where faster"
         return
     key = path_key(model, packages, config.compile)
     known_paths = UNetPathFile(Path(settings.serve.data_dir).expanduser()).known()
@@ -156,15 +225,15 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
     for path in stored:
         yield f"{path.width_px}x{path.height_px}, {path.num_tokens} tokens", f"{path.path}: {path.reason} (stored)"
     if not stored and config.compile != "warm" and packages.is_by_openvino:
-        yield "compiled", "by diffserve serve, for the native size, before it reports ready"
+        yield "compiled", "by diffserve serve at start, for the native size"
     elif not stored:
-        yield "compiled", "shapes that diffserve warm was run for"
+        yield "compiled", "only shapes that diffserve warm has compiled"
 
 
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
     """Yield name, status and whether files can be written, for every output folder."""
     cache = DiskCache.at(settings.engine.cache_dir).folder
-    for name, folder in (("cache", cache), ("pictures", Path(settings.serve.data_dir).expanduser())):
+    for name, folder in (("cache", cache), ("data", Path(settings.serve.data_dir).expanduser())):
         if folder is None:
             yield name, "none; nothing is stored", True
             continue
@@ -184,19 +253,19 @@ def _memory(footprint: Footprint, choice: DeviceChoice, config: EngineConfig) ->
     entries = footprint.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
-    yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(footprint.weights_bytes)
+    yield "total", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(footprint.weights_bytes)
     yield "page pool", "", _mebibytes(footprint.page_pool_bytes)
     yield "image cache", "", _mebibytes(config.result_cache_bytes)
     yield "latent cache", "", _mebibytes(config.latent_cache_bytes)
     yield "decoding an image", "", _mebibytes(footprint.decode.peak_bytes)
     if footprint.shallow is not None:
-        yield "a row's features for DeepCache", "", _mebibytes(footprint.feature_bytes)
-        yield "a shallow row's activations", "", _mebibytes(footprint.shallow.peak_bytes)
-    yield f"at the most, {max(footprint.steps)} rows", "", _mebibytes(footprint.peak_bytes)
+        yield "DeepCache features per row", "", _mebibytes(footprint.feature_bytes)
+        yield "DeepCache activations per row", "", _mebibytes(footprint.shallow.peak_bytes)
+    yield f"peak, {max(footprint.steps)} rows", "", _mebibytes(footprint.peak_bytes)
     spread = {} if choice.spread is None else choice.spread._asdict()
     for part, rooms in spread.items():
         for name, num_bytes in rooms:
-            yield f"{part}, at the most on {name}", "", _mebibytes(num_bytes)
+            yield f"{part}, maximum on {name}", "", _mebibytes(num_bytes)
     for device in choice.devices:
         free = free_bytes(device)
         yield f"free on {device}", "", "unknown" if free is None else _mebibytes(free)

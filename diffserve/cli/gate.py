@@ -69,7 +69,7 @@ def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) 
             any image is generated.
     """
     if sources.flags["model.dtype"].value is not None:
-        raise InvalidRequest("--dtype and --gate both name precisions; give --gate alone.", param="dtype")
+        raise InvalidRequest("--dtype and --gate both set precisions; give only --gate.", param="dtype")
     gate, limits = PrecisionGate.parse(options.gate), options.limits
     settings = sources.load()
     plan = plan_of(pictures, settings, gated=True)
@@ -93,7 +93,7 @@ def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) 
 
             report = run_gate(gate, plan, limits, pictures.output, open_in, show)
     except KeyboardInterrupt:
-        message = f"stopped; what is painted is kept in {pictures.output}, and the same command goes on"
+        message = f"stopped; finished images are kept in {pictures.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):

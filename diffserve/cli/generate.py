@@ -134,7 +134,7 @@ def _generate(
         lines, num_failed = _paint(engine, request, (plan, start), output, progress)
     world, has_loras = engine.info.world, bool(request.diffusion.loras)
     if world is not None and not has_loras and world.unknown_words(request.prompt):
-        note(console, f"to use words that the model knows, run: diffserve rewrite {shlex.quote(order.prompt)}")
+        note(console, f"to rewrite the prompt in known words, run: diffserve rewrite {shlex.quote(order.prompt)}")
     for line in lines:
         print(line, file=sys.stderr if order.output == STDOUT else sys.stdout)
     return EXIT_FAILED if num_failed else 0
@@ -286,7 +286,7 @@ def _paint(
     """
     started = time.perf_counter()
     steps_done: dict[int, int] = {}
-    bar = progress.add_task("painting", total=None, speed="")
+    bar = progress.add_task("generating", total=None, speed="")
     lines: list[str] = []
     notes = [planned[0].warning] if planned[0].warning else []
     num_failed = 0
@@ -346,7 +346,7 @@ def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None
     write_output(file, data)
     timings = result.timings
     line = describe_image(file, result, result.num_steps)
-    return f"{line}, {1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
+    return f"{line}, {1000 * timings.step_s:.1f} ms per step, {timings.denoise_s + timings.decode_s:.2f} s in total"
 
 
 def describe_image(file: Path, image: AnyImage, num_steps: int) -> str:
@@ -355,9 +355,9 @@ def describe_image(file: Path, image: AnyImage, num_steps: int) -> str:
     count = "1 step" if num_steps == 1 else f"{num_steps} steps"
     details = "" if image.strength is None else f" at strength {image.strength:g}"
     if image.similarity is not None:
-        details += f", without the first {image.skipped_steps}, from a prompt {image.similarity:g} similar"
+        details += f", first {image.skipped_steps} skipped (prompt similarity {image.similarity:g})"
     if image.refiner:
-        details += f", from {image.switch_at:g} on by {image.refiner}"
+        details += f", refiner {image.refiner} from {image.switch_at:g}"
     if image.score is not None:
         details += f", score {image.score:.4g}"
     return f"{file}  {seeds_text(image.seed, image.variation_seed)}  {count} of {sampler}{details}"

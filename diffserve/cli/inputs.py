@@ -112,5 +112,5 @@ def _read_stdin(name: str) -> str:
             f"the {name} on standard input is not UTF-8 text ({error.reason} at byte {error.start}).", param=name
         ) from None
     if not text.strip():
-        raise InvalidRequest(f"standard input has no {name}; write a text.", param=name, code="empty_prompt")
+        raise InvalidRequest(f"standard input has no {name}; it must not be empty.", param=name, code="empty_prompt")
     return text.strip()

@@ -8,6 +8,8 @@ have names that ``edit_image`` accepts as input.
 from __future__ import annotations
 
 import base64
+import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +22,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.api.errors import ConfigError, DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.client import (
     AsyncClient,
     AsyncStream,
@@ -45,6 +47,7 @@ CHECK_TIMEOUT_S: Final = 5.0
 """Timeout of the check at the start that the server answers."""
 
 LOOPBACK: Final = "127.0.0.1"
+MAX_PORT: Final = 65535
 INSTRUCTIONS: Final = (
     "Generates images with a diffserve server. Describe what the image shows. Omit parameters that you have no "
     "preference for, so that the defaults of the model apply. The seed of an image reproduces it; edit_image accepts "
@@ -54,7 +57,7 @@ GENERATE_HINTS: Final = ToolAnnotations(read_only_hint=False, destructive_hint=F
 READ_ONLY_HINTS: Final = ToolAnnotations(read_only_hint=True)
 
 Size = Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto for the native size of the model.")]
-Negative = Annotated[str, Field(description="What the image must not show.")]
+Negative = Annotated[str, Field(description="What to avoid in the image.")]
 Seed = Annotated[int | None, Field(description="Reproduces an image. Default: random; the result reports it.", ge=0)]
 VariationStrength = Annotated[
     float | None,
@@ -121,7 +124,7 @@ class Tools:
 
     async def generate_image(
         self,
-        prompt: Annotated[str, Field(description="What the images show.")],
+        prompt: Annotated[str, Field(description="Description of the images.")],
         ctx: Context[Any, Any],
         negative_prompt: Negative = "",
         size: Size = "auto",
@@ -145,7 +148,7 @@ class Tools:
 
     async def edit_image(
         self,
-        prompt: Annotated[str, Field(description="What the whole new image shows, not only the change.")],
+        prompt: Annotated[str, Field(description="Description of the whole new image, not only of the change.")],
         image: InputImage,
         ctx: Context[Any, Any],
         mask: Annotated[
@@ -173,7 +176,7 @@ class Tools:
 
     async def rewrite_prompt(
         self,
-        prompt: Annotated[str, Field(description="What the image should show, in any words.")],
+        prompt: Annotated[str, Field(description="What the image should show, in your own words.")],
         n: Annotated[int, Field(description="Number of prompts.", ge=1, le=10)] = 1,
         style: Annotated[str | None, Field(description="Prompt style. Default: chosen by the server.")] = None,
         seed: Seed = None,
@@ -302,6 +305,19 @@ def problem_of(server: str, api_key: str | None) -> str:
     return ""
 
 
+def check_port(port: int) -> None:
+    """Raise ConfigError if ``port`` is not valid, or cannot be listened on."""
+    if not 1 <= port <= MAX_PORT:
+        raise ConfigError(f"--http must be between 1 and {MAX_PORT}, got {port}.", param="--http")
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"cannot listen on {LOOPBACK}:{port}: {reason}; try another --http.", param="--http"
+        ) from None
+
+
 def run(server: str, http_port: int | None, api_key: str | None = None) -> int:
     """Serve the tools until the client disconnects, and return the exit code.
 
@@ -309,7 +325,12 @@ def run(server: str, http_port: int | None, api_key: str | None = None) -> int:
         server: Address of the diffserve server.
         http_port: Local port to listen on. None: use standard input and output.
         api_key: API key of the server. None: from the environment.
+
+    Raises:
+        ConfigError: The server cannot listen on ``http_port``.
     """
+    if http_port is not None:
+        check_port(http_port)
     if problem := problem_of(server, api_key):
         print(f"diffserve: {problem} Tool calls fail until it does.", file=sys.stderr, flush=True)
     tools = Tools(AsyncClient(server, api_key=api_key), reads_files=http_port is None)

@@ -14,7 +14,7 @@ from diffserve.settings.config import Settings
 from diffserve.settings.layers import PROFILES
 
 Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "styles"]
-REWRITER_STYLE: Final = "style of rewritten prompts: rewrite --style"
+REWRITER_STYLE: Final = "prompt style for rewrite --style"
 FIELDS: Final[Mapping[str, tuple[str, str]]] = {
     "loras": ("loras", "refused_loras"),
     "controlnets": ("controlnets", "refused_controlnets"),
@@ -31,7 +31,7 @@ def run(kind: Kind, settings: Settings) -> int:
 
             _print({sampler.name: sampler.label for sampler in SAMPLERS.values()})
         case "models":
-            _print({name: "built in" if name.startswith("embedded") else "settings for a model" for name in PROFILES})
+            _print({name: "built in" if name.startswith("embedded") else "model settings" for name in PROFILES})
             _print({model.model_id: model.path for model in settings.models})
         case "styles":
             from diffserve.rewriting import style_names
@@ -39,7 +39,7 @@ def run(kind: Kind, settings: Settings) -> int:
 
             _print(dict.fromkeys(style_names(), REWRITER_STYLE))
             folder = Path(settings.serve.data_dir).expanduser()
-            _print({style.name: f"style of prompts: {FILE}" for style in read_styles(folder)})
+            _print({style.name: f"prompt style from {FILE}" for style in read_styles(folder)})
         case _:
             from diffserve.service.models import image_capabilities
 

@@ -93,7 +93,7 @@ def _candidates(file: Path, num_images: int) -> Iterator[Path]:
 def _check_stdout(num_images: int) -> None:
     if num_images > 1:
         raise InvalidRequest(
-            f"-o - takes one image, but -n is {num_images}; give a folder or a file name.", param="output"
+            f"-o - writes a single image, but -n is {num_images}; give a folder or a file name.", param="output"
         )
     if sys.stdout.isatty():
         raise InvalidRequest("-o - writes an image, but standard output is a terminal; redirect it.", param="output")

@@ -52,7 +52,7 @@ def _table(before: Footprint, after: Footprint) -> Table:
         next(part for part in footprint.model.memory_report() if part.component == "unet")
         for footprint in (before, after)
     )
-    flops = f"GFLOP a row of {width_px}x{height_px}"
+    flops = f"GFLOP per row at {width_px}x{height_px}"
     for name, unit, was, is_now in (
         ("million parameters", 1e6, old.num_parameters, new.num_parameters),
         (f"MiB in {before.model.choice.dtype}", 2**20, old.weights_bytes, new.weights_bytes),

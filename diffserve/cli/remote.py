@@ -68,7 +68,7 @@ def run(order: GenerateArguments, server: str, sources: SettingsOptions) -> int:
         lines, num_failed = _follow(stream, order, files, progress)
     seconds = time.perf_counter() - started_s
     for line in lines:
-        print(f"{line}, {seconds:.2f} s in all", file=sys.stderr if order.output == STDOUT else sys.stdout)
+        print(f"{line}, {seconds:.2f} s in total", file=sys.stderr if order.output == STDOUT else sys.stdout)
     return EXIT_FAILED if num_failed else 0
 
 
@@ -160,7 +160,7 @@ def _follow(
                 done = sum(steps_done.values())
                 speed = f"{done / (time.perf_counter() - started_s):.1f}/s"
                 total = steps * max(order.num_images, order.best_of or 1)
-                progress.update(bar, description="painting", completed=done, total=total, speed=speed)
+                progress.update(bar, description="generating", completed=done, total=total, speed=speed)
             case CompletedImage():
                 file = files[event.image_index]
                 write_output(file, event.file)

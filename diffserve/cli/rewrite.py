@@ -93,7 +93,7 @@ def shortage_warning(request: RewriteRequest, num_prompts: int) -> str | None:
     if num_prompts >= request.num_prompts:
         return None
     count = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
-    return f"{request.num_prompts} prompts were requested, and the model has {count} for this wish."
+    return f"{request.num_prompts} prompts were requested, but the model found only {count}."
 
 
 def open_rewriter(name: str, style: str | None, *, device: str, dtype: str) -> Rewriter:

@@ -67,7 +67,7 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
     console.print(
-        f"{len(plan.cells)} cells of {len(plan.places)} images and the converged ones: {plan.num_images:,} images, "
+        f"{len(plan.cells)} cells of {len(plan.places)} images plus the converged images: {plan.num_images:,} images, "
         f"{plan.num_rows:,} UNet rows",
         markup=False,
         soft_wrap=True,
@@ -82,7 +82,7 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
 
             report = run_plan(engine, plan, options.output, report_progress)
     except KeyboardInterrupt:
-        message = f"stopped; what is painted is kept in {options.output}, and the same command goes on"
+        message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
@@ -141,7 +141,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     is_count = prompts.removeprefix("-").isdecimal()
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
-        raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are painted.", param="prompts")
+        raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
     profile = settings.model
     samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
@@ -176,7 +176,7 @@ class _ProgressBar:
 
     def __init__(self, progress: Progress, plan: SweepPlan) -> None:
         self._progress = progress
-        self._bar = progress.add_task("painting", total=None)
+        self._bar = progress.add_task("generating", total=None)
         self._plan = plan
         self._started_s: float | None = None
 
@@ -185,7 +185,7 @@ class _ProgressBar:
             self._started_s = time.monotonic()
             done = self._plan.num_rows - now.num_rows
             if done:
-                self._print(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
+                self._print(f"{100 * done / self._plan.num_rows:.0f} % of the work is already done and is not repeated")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
             self._print(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: done{self._left(now)}")
@@ -205,7 +205,7 @@ def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
     candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
-    heads = ["cell", "guidance", *(measure.value for measure in measures), "ms a step", "images/s"]
+    heads = ["cell", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]
     for cell in report.cells:
         values = (cell.value(measure) for measure in measures)

@@ -68,7 +68,7 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
             def report_progress(num_rows: int = 0) -> None:
                 left = [size for size in batch_sizes if size > num_rows]  # noqa: B023
                 if left:
-                    show(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(batch_sizes)} to go")  # noqa: B023
+                    show(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(batch_sizes)} left")  # noqa: B023
 
             show = status.update if console.is_terminal else console.print
             report_progress()
@@ -80,12 +80,12 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
             is_faster = _prove(groups, group)
         num_slow += not is_faster
         key = path_key(engine.model, packages, settings.engine.compile)
-        reason = f"packages by {packages.compiler_name}, made by diffserve warm"
+        reason = f"packages by {packages.compiler_name}, compiled by diffserve warm"
         choice = (
             PathChoice(COMPILED, reason) if is_faster else PathChoice(PLAIN, "measured as not faster by diffserve warm")
         )
         paths.append(path_of(key, group, choice))
-        status_text = "used from now on" if is_faster else "not faster, so not used"
+        status_text = "used from the next start" if is_faster else "not faster, not used"
         console.print(f"{_name(group)}: {status_text} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, batch_sizes))
     stored = UNetPathFile(Path(settings.serve.data_dir).expanduser())
@@ -153,7 +153,7 @@ def _prove(groups: Groups, group: GroupKey) -> bool:
 
 
 def _table(groups: Groups, group: GroupKey, sizes: Sequence[int]) -> Table:
-    table = Table("rows", "network, ms a row", "compiled, ms a row", "ratio", box=None)
+    table = Table("rows", "eager, ms per row", "compiled, ms per row", "ratio", box=None)
     network = groups.facts_of(group).curve
     compiled = group._replace(is_compiled=True)
     best = compiled if groups.compiled.is_proven(compiled) else group

@@ -93,7 +93,7 @@ def error_of_answer(url: str, response: httpx.Response) -> DiffserveError:
 def unexpected(url: str) -> DiffserveError:
     """Return the exception for an answer from ``url`` that cannot be parsed."""
     return DiffserveError(
-        f"the answer from {url} is not one of a diffserve server; check the address.", code="unexpected_answer"
+        f"the answer from {url} is not from a diffserve server; check the address.", code="unexpected_answer"
     )
 
 
@@ -107,7 +107,7 @@ def raise_for_transport(url: str, error: Exception) -> NoReturn:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         raise ServerUnreachable(f"no server answers at {url}; start one with: diffserve serve") from error
     if isinstance(error, httpx.TimeoutException):
-        raise ServerLost(f"the server at {url} did not send anything for too long; is it still running?") from error
+        raise ServerLost(f"the server at {url} sent nothing for too long; is it still running?") from error
     raise ServerLost(f"the connection to {url} ended before the answer did; is the server still running?") from error
 
 

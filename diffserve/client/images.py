@@ -17,7 +17,17 @@ from diffserve.client.recipe import (
     StreamedEditFields,
     StreamedImageFields,
 )
-from diffserve.client.transport import JSON, AsyncStream, HttpClient, TypedReader, Upload, form_of, resource, texts_of
+from diffserve.client.transport import (
+    JSON,
+    AsyncStream,
+    HttpClient,
+    TypedReader,
+    Upload,
+    encode_json,
+    form_of,
+    resource,
+    texts_of,
+)
 
 GENERATIONS: Final = "/v1/images/generations"
 EDITS: Final = "/v1/images/edits"
@@ -337,7 +347,7 @@ def _edit(prompt: str, image: bytes, mask: bytes | None, fields: Mapping[str, An
     body = {"prompt": prompt, **fields}
     texts = texts_of(body)
     if texts is None:
-        return msgspec.json.encode(body | {name: _base64(file) for name, file in files.items()}), JSON
+        return encode_json(body | {name: _base64(file) for name, file in files.items()}), JSON
     return form_of(texts, {name: Upload(file, name) for name, file in files.items()})
 
 

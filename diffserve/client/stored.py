@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from diffserve.client.images import GENERATIONS
-from diffserve.client.transport import HttpClient, Upload, form_of, resource
+from diffserve.client.transport import HttpClient, Upload, encode_json, form_of, resource
 
 FILES: Final = "/v1/files"
 BATCHES: Final = "/v1/batches"
@@ -143,10 +143,13 @@ def batch_lines(bodies: Iterable[Mapping[str, Any]], endpoint: str = GENERATIONS
 
     Returns:
         One line of JSON per request.
+
+    Raises:
+        InvalidRequest: A number is not finite.
     """
     shared = {"method": "POST", "url": endpoint}
     lines = ({"custom_id": str(number), **shared, "body": body} for number, body in enumerate(bodies))
-    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    return b"".join(encode_json(line) + b"\n" for line in lines)
 
 
 class _Forgotten(msgspec.Struct):

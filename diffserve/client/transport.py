@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import secrets
@@ -13,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 
-from diffserve.api.errors import ConfigError, DiffserveError
+from diffserve.api.errors import ConfigError, DiffserveError, InvalidRequest
 from diffserve.client import on_behalf
 from diffserve.client.errors import ErrorObject, ServerLost, error_of, error_of_answer, raise_for_transport, unexpected
 
@@ -169,7 +170,7 @@ class AsyncStream(Generic[EventT]):
         except msgspec.MsgspecError as error:
             raise unexpected(self._url) from error
         if not self._reader.is_complete and not self._is_closed:
-            raise ServerLost(f"the answer of {self._url} ended too early; is the server still running?")
+            raise ServerLost(f"the answer from {self._url} ended too early; is the server still running?")
 
     async def close(self) -> None:
         """Close the connection and end the iteration; the server cancels the request at its next step."""
@@ -219,9 +220,10 @@ class HttpClient:
         """Send ``body``, bytes or an object for JSON, and decode the answer as ``kind``.
 
         Raises:
+            InvalidRequest: A number in ``body`` is not finite.
             DiffserveError: As ``_fetch``, or the answer cannot be decoded.
         """
-        content = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        content = body if isinstance(body, bytes | None) else encode_json(body)
         data = await self._fetch(method, path, content, headers)
         try:
             return msgspec.json.decode(data, type=kind)
@@ -245,8 +247,12 @@ class HttpClient:
     def _stream(
         self, path: str, body: Any, reader: Reader[EventT], headers: Mapping[str, str] = JSON
     ) -> AsyncStream[EventT]:
-        """Return the stream of a POST request with ``body``, bytes or an object for JSON."""
-        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        """Return the stream of a POST request with ``body``, bytes or an object for JSON.
+
+        Raises:
+            InvalidRequest: A number in ``body`` is not finite.
+        """
+        content = body if isinstance(body, bytes) else encode_json(body)
         timeout = httpx.Timeout(min(self._timeout_s, SILENCE_S), connect=CONNECT_S)
         all_headers = on_behalf.headers() | dict(headers)
         request = self._http.build_request("POST", path, content=content, headers=all_headers, timeout=timeout)
@@ -313,13 +319,41 @@ def form_of(fields: Mapping[str, str], files: Mapping[str, Upload]) -> tuple[byt
     return body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
 
 
+def encode_json(body: Any) -> bytes:
+    """Encode ``body`` as JSON.
+
+    Raises:
+        InvalidRequest: A number is not finite. JSON has no such numbers; msgspec would write null.
+    """
+    _check_finite(body)
+    return msgspec.json.encode(body)
+
+
+def _check_finite(value: Any, name: str = "") -> None:
+    """Raise InvalidRequest if ``value`` has a number that is not finite; ``name`` is its path in the request."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{name or 'the value'} must be a finite number, got {value}.", param=name or None)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_finite(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_finite(item, f"{name}[{index}]")
+
+
 def texts_of(fields: Mapping[str, Any]) -> dict[str, str] | None:
     """Convert the fields of a JSON object to form fields.
 
     Returns:
         The text of each field, or None if a form cannot represent a value: an empty string, a string that looks like
         JSON, or a value longer than ``MAX_FIELD_BYTES``.
+
+    Raises:
+        InvalidRequest: A number is not finite.
     """
+    _check_finite(fields)
     texts: dict[str, str] = {}
     for name, value in fields.items():
         if value is None:

@@ -82,7 +82,9 @@ def paint_shards(
                 yield result.as_py()
     except RayError as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise DiffserveError(f"the cluster gave up a shard: {last} The same command goes on.") from error
+        raise DiffserveError(
+            f"the cluster gave up on a shard: {last} Run the same command again to continue."
+        ) from error
     finally:
         ray.shutdown()
 

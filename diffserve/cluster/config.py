@@ -101,7 +101,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("encode", "decode"):
             if self.stages.together and getattr(self, name) != ReplicaConfig():
                 raise ConfigError(
-                    f"[{name}] has no meaning while stages.together is true; set it to false.", param=name
+                    f"[{name}] has no effect while stages.together is true; set stages.together to false.", param=name
                 )
 
     @property

@@ -141,7 +141,7 @@ class RayPool(ReplicaPool[RayReplica]):
             try:
                 await self._scale_once()
             except Exception:
-                log.exception("scaling failed; it is tried again")
+                log.exception("scaling failed; it will be retried")
             await asyncio.sleep(SCALE_EVERY_S)
 
     async def _scale_once(self) -> None:

@@ -90,7 +90,7 @@ class StateFile:
             while not _lock_file(lock):
                 if time.monotonic() >= deadline_s:
                     raise ConfigError(
-                        f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give "
+                        f"a cluster is running in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give "
                         "another --data-dir."
                     )
                 time.sleep(0.2)

@@ -313,7 +313,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         num_waiting = len(self._inbox) + len(waiting) + num_ahead
         if num_waiting >= self._max_waiting:
             raise QueueFull(
-                f"{num_waiting} requests are waiting, which is all this engine holds; try again later.",
+                f"{num_waiting} requests are waiting, which is the limit of this engine; try again later.",
                 retry_after_s=self._seconds_left(),
             )
         return num_waiting

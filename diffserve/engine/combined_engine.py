@@ -401,7 +401,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
 
 
 def _not_here(what: str) -> InvalidRequest:
-    return InvalidRequest(f"this process does not {what}: its engine.stage is another.", param="model")
+    return InvalidRequest(f"this process does not {what}: its engine.stage is different.", param="model")
 
 
 def page_stats(stats: PoolStats) -> PageStats:

@@ -142,7 +142,9 @@ def survey_or_problem(
         logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
         load_error = ModelLoadError(error.message.replace(profile.path, profile.model_id))
         return ModelEntry(profile, error=load_error, failed_s=clock())
-    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, format_bytes(model_survey.needs_bytes))
+    logger.info(
+        "%s is loaded on the first request; it takes %s", profile.model_id, format_bytes(model_survey.needs_bytes)
+    )
     return ModelEntry(profile, survey=model_survey, info=model_survey.info)
 
 
@@ -161,7 +163,7 @@ def load_languages(
     except ModelNotFound as error:
         if text.model != EMBEDDED:
             raise
-        logger.warning("there will be no language model: %s", error.message)
+        logger.warning("no language model is loaded: %s", error.message)
         return []
     model_id = EMBEDDED_ID if text.model == EMBEDDED else None
     load = partial(load_language_model, dtype=text.dtype, device=device, offload=offload, cache=cache)
@@ -191,7 +193,7 @@ def shared_pool(
 def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) -> Rewriter | None:
     """Create a rewriter for ``model``, or warn and return ``None`` if the language model has no chat template."""
     if not texts.info.has_chat_template:
-        logger.warning("%s has no chat template: it continues texts, prompts are not rewritten", texts.info.model_id)
+        logger.warning("%s has no chat template: it can continue texts, but not rewrite prompts", texts.info.model_id)
         return None
     auto = text.rewriter_style == AUTO_STYLE
     style = style_for_family(model.family) if auto else text.rewriter_style
@@ -215,6 +217,6 @@ def warm_up(texts: TextEngine | None, rewriter: Rewriter | None) -> None:
             )
             texts.generate([request])
         if rewriter is not None:
-            rewriter.rewrite("a picture")
+            rewriter.rewrite("an image")
     except DiffserveError as error:
         logger.warning("the language model did not warm up: %s", error.message)

@@ -135,7 +135,7 @@ class EngineProcess:
         except OSError:
             pass
         except Exception:
-            logger.exception("commands could not be read")
+            logger.exception("commands from the server could not be read")
         os._exit(0)
 
     def _pong(self, number: int) -> ipc.Pong:
@@ -280,7 +280,7 @@ def trial(info: ModelInfo) -> GenerationRequest:
     gray = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
     mask = Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
     return GenerationRequest(
-        prompt="a trial picture",
+        prompt="a test image",
         seed=0,
         diffusion=DiffusionParams(num_steps=1, strength=1.0),
         init_image=gray if info.is_inpainting else None,

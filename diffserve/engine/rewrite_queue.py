@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 REWRITING_PART: Final = 0.5
 """Of a request's deadline, so much may go into rewriting."""
 
-NO_MODEL: Final = "no language model is loaded, so the prompt was painted as it is."
-FAILED: Final = "the prompt could not be rewritten, so it was painted as it is."
-BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
+NO_MODEL: Final = "no language model is loaded, so the prompt was used as it is."
+FAILED: Final = "the prompt could not be rewritten, so it was used as it is."
+BUSY: Final = "the rewriter is busy, so the prompt was used as it is."
 
 
 class Note(NamedTuple):
@@ -248,7 +248,7 @@ class RewriteQueue:
         left_s = None if request.deadline_s is None else request.deadline_s - waited_s
         if left_s is not None and left_s <= 0.0:
             raise DeadlineExceeded(
-                f"the deadline of {request.deadline_s:g} s passed before the picture was finished.", param="deadline_s"
+                f"the deadline of {request.deadline_s:g} s passed before the image was finished.", param="deadline_s"
             )
         self._engine.submit(msgspec.structs.replace(request, prompt=image.prompt, rewriting=None, deadline_s=left_s))
         original = None if image.prompt == request.prompt else request.prompt

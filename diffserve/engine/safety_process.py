@@ -68,7 +68,7 @@ def _answer(connection: socket.socket, safety_filter: Any) -> None:
         judge = pictures if not is_text else negatives if question.is_negative else prompts
         answer = False if judge is None else judge(subject if isinstance(subject, str) else subject.array)
         if not isinstance(answer, (bool, int)) and str(answer) not in ("True", "False"):  # numpy's own bool is fine
-            raise TypeError(f"it answered {answer!r}; True and False are answers.")
+            raise TypeError(f"it answered {answer!r}; it must return True or False.")
         send(connection, Judgement(bool(answer)))
 
 

@@ -130,7 +130,7 @@ class RequestQueue(Generic[R]):
 class StageQueue(RequestQueue[R], ABC):
     """Queue of one stage, processed one by one: interactive requests first, then by arrival."""
 
-    goal = "the picture was finished"
+    goal = "the image was finished"
 
     def tick(self) -> list[Any]:
         """Process the next request and return the events."""
@@ -209,7 +209,7 @@ def encode(engine: Engine, request: GenerationRequest, settings: GenerationSetti
 class DecodingStage(StageQueue[DecodeRequest]):
     """Decodes finished latents, each image in a separate call, as deterministic engines do."""
 
-    doing = "decoding this picture"
+    doing = "decoding this image"
 
     def _do(self, engine: Engine, queued: QueuedRequest[DecodeRequest], started_s: float) -> PictureDecoded:
         request = queued.request

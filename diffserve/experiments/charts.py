@@ -106,7 +106,7 @@ def over_seconds(
     for measure in measures:
         lines = _lines(summaries, measure, names, lambda summary: summary.alone_s)
         front = pareto_front([dot for line in lines for dot in line.dots], more_is_better=measure.more_is_better)
-        title = "seconds of one picture (numbers: steps)"
+        title = "seconds per image (numbers: steps)"
         charts.append(Chart(measure, title, lines, is_joined=False, front=front, knee=knee(front)))
     return tuple(chart for chart in charts if chart.lines)
 

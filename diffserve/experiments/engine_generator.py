@@ -71,7 +71,7 @@ class EngineGenerator:
 
     def _finish(self, event: ImageFinished) -> FinishedImage:
         image, result = self._flight.pop(event.request_id), event.result
-        assert result.latents is not None, "a sweep asks for latents"
+        assert result.latents is not None, "a sweep requests latents"
         used_s = self._used_s.pop(event.request_id, 0.0)
         return FinishedImage(
             image, result.pixels, result.seed, result.spacing, result.num_evaluations, result.latents.array, used_s

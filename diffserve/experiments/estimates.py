@@ -40,7 +40,7 @@ class Measure(Enum):
     @property
     def short_title(self) -> str:
         """Short display name for table columns."""
-        return TITLES[self].replace(" to the converged picture", "").replace("distance to ", "to ")
+        return TITLES[self].replace(" to the converged image", "").replace("distance to ", "to ")
 
     def write(self, value: float) -> str:
         """Format ``value`` with its unit."""
@@ -62,13 +62,13 @@ SET_MEASURES = (Measure.FRECHET, Measure.KID, Measure.FRECHET_CONVERGED, Measure
 
 TITLES = {
     Measure.EXACT: "exact prompt match",
-    Measure.LATENT_RMSE: "latent RMSE to the converged picture",
-    Measure.PSNR_DB: "PSNR to the converged picture",
-    Measure.SSIM: "SSIM to the converged picture",
-    Measure.FRECHET: "Frechet distance to drawn scenes",
-    Measure.KID: "KID to drawn scenes",
-    Measure.FRECHET_CONVERGED: "Frechet distance to converged pictures",
-    Measure.KID_CONVERGED: "KID to converged pictures",
+    Measure.LATENT_RMSE: "latent RMSE to the converged image",
+    Measure.PSNR_DB: "PSNR to the converged image",
+    Measure.SSIM: "SSIM to the converged image",
+    Measure.FRECHET: "Frechet distance to rendered scenes",
+    Measure.KID: "KID to rendered scenes",
+    Measure.FRECHET_CONVERGED: "Frechet distance to converged images",
+    Measure.KID_CONVERGED: "KID to converged images",
 }
 
 

@@ -170,7 +170,7 @@ def _keeps_converged_image(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mappin
         line, outcome = _nearness(judge.analysis, cell)
         evidence.append(line)
         outcomes.append([outcome * expected])
-    claim = f"With the same seed DDIM at {FEW_STEPS} steps is close to its converged picture, DDPM is not"
+    claim = f"With the same seed DDIM at {FEW_STEPS} steps is close to its converged image, and DDPM is not"
     return Finding(claim, _verdict_of_all(outcomes), tuple(evidence))
 
 
@@ -180,9 +180,9 @@ def _limit_is_as_good(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None
         return None
     many = ddpm[max(ddpm)]
     limit = judge.analysis.plan.reference_of(many)
-    assert limit is not None, "a sweep has converged pictures"
+    assert limit is not None, "a sweep has converged images"
     comparisons = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"))
-    claim = f"The pictures that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
+    claim = f"The images that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
     return _not_behind(claim, comparisons, otherwise=REPAIR)
 
 
@@ -209,13 +209,13 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
     assert psnr is not None
     line = (
         f"{cell.label}: latent RMSE {rmse.value:.3g}{interval(rmse)}, PSNR {psnr.value:.1f} dB{interval(psnr)} "
-        "to the converged picture of its seed"
+        "to the converged image of its seed"
     )
     other_seed = analysis.seed_spread.get(cell.guidance_scale)
     if other_seed is None:
-        return f"{line}; with one seed a prompt there is no other picture to compare with.", 0
+        return f"{line}; with one seed per prompt there is no other image to compare with.", 0
     share = rmse.value / other_seed
-    line = f"{line}; {100 * share:.0f} % of the way to the converged picture of another seed ({other_seed:.3g})."
+    line = f"{line}; {100 * share:.0f} % of the way to the converged image of another seed ({other_seed:.3g})."
     excess = Estimate(
         rmse.value - SAME_PICTURE * other_seed,
         None if rmse.low is None else rmse.low - SAME_PICTURE * other_seed,
@@ -271,12 +271,12 @@ def describe_gains(measure: Measure, difference: Estimate, outcome: Outcome, *, 
     size = f"{amount}{interval(_absolute(difference), measure)}"
     if outcome < 0:
         return f"ddpm gains less by {size}"
-    return f"ddpm gains more by {size}, {'' if is_far_more else 'but not '}surely more than twice as much"
+    return f"ddpm gains more by {size}, {'' if is_far_more else 'but not '}clearly more than twice as much"
 
 
 def _within_noise(estimate: Estimate, measure: Measure) -> str:
     if estimate.low is None or estimate.high is None:
-        return "with too few prompts to say how sure that is"
+        return "with too few prompts for a confidence interval"
     return f"within noise{interval(estimate, measure)}"
 
 

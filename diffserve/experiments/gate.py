@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 JSON, SUMMARY, PICTURES = "gate.json", "gate.md", "gate.png"
 RESULTS = (JSON, SUMMARY, PICTURES)
 FORM = "write it as REFERENCE:CANDIDATE,CANDIDATE, for example float32:bfloat16,int8."
-HEADS = ("precision", "cell", "exact", "change", "PSNR", "worst", "SSIM", "Frechet", "UNet", "s an image", "verdict")
+HEADS = ("precision", "cell", "exact", "change", "PSNR", "worst", "SSIM", "Frechet", "UNet", "s per image", "verdict")
 GAP_PX = 2
 
 
@@ -83,7 +83,7 @@ class PrecisionGate:
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise InvalidRequest(
-                f"--gate names {quote(repeated)} twice; a precision is compared with others.", param="gate"
+                f"--gate names {quote(repeated)} twice; a precision is compared with other precisions.", param="gate"
             )
         return cls(names[0], tuple(names[1:]))
 
@@ -342,14 +342,15 @@ def _markdown(report: GateReport, document: Mapping[str, Any]) -> str:
     limits, machine = report.limits, document["machine"]
     model = document["models"][report.gate.reference]
     lines = [
-        f"# A gate for {model['id']}: {', '.join(report.gate.candidates)} against {report.gate.reference}",
+        f"# Precision gate for {model['id']}: {', '.join(report.gate.candidates)} against {report.gate.reference}",
         *verdicts(report),
         "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)),
-        f"![some pictures]({PICTURES})",
+        f"![some images]({PICTURES})",
         f"From top to bottom: {', '.join(report.gate.names)}.",
-        f"{report.rows[0].num_images} pictures of each precision in each cell, of the same prompts and seeds. Measures "
-        "are against the reference's picture of the same prompt and seed; the Frechet distance, in a fixed network of "
-        f"random filters, is against all of its pictures. A candidate fails with PSNR below {limits.psnr_db:g} dB, a "
+        f"{report.rows[0].num_images} images per precision and cell, with the same prompts and seeds. Each image is "
+        "compared with the reference's image of the same prompt and seed. The Frechet distance uses a fixed network of "
+        "random filters and compares with all images of the reference. "
+        f"A candidate fails with PSNR below {limits.psnr_db:g} dB, a "
         f"Frechet distance above {limits.frechet:g}, or exact prompt match more than {limits.exact_points:g} points "
         "below the reference's. Seconds are an image's share of the engine's time.",
         *document["notes"],

@@ -63,11 +63,11 @@ def bootstrap_interval(
             between 0 and 1.
     """
     if not values:
-        raise InvalidRequest("no values have no interval of their mean; measure at least one.")
+        raise InvalidRequest("the mean of no values has no interval; measure at least one.")
     if groups is not None and len(groups) != len(values):
-        raise InvalidRequest(f"{len(groups)} groups for {len(values)} values; give one for each.")
+        raise InvalidRequest(f"{len(groups)} groups for {len(values)} values; give one group per value.")
     if not 0 < level < 1:
-        raise InvalidRequest(f"the level {level} is not between 0 and 1; 0.95 is usual.")
+        raise InvalidRequest(f"the level {level} is not between 0 and 1; a common level is 0.95.")
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(group, len(numbers)) for group in (range(len(values)) if groups is None else groups)]
     sums, counts = np.bincount(index, weights=values), np.bincount(index).astype(np.float64)  # of each group

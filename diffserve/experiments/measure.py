@@ -40,7 +40,7 @@ class PromptCheck:
         self.wishes = None
         self.why_not: str | None = None
         if family != CHECKED_FAMILY:
-            self.why_not = "only pictures of the embedded model can be checked against their prompts."
+            self.why_not = "only images of the embedded model can be checked against their prompts."
             return
         try:
             self.wishes = read_wishes(prompts)

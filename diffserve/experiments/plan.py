@@ -109,7 +109,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         samplers, steps, guidance = set(self.samplers), set(self.steps), set(self.guidance)
         for name, num in (("samplers", len(samplers)), ("steps", len(steps)), ("guidance", len(guidance))):
             if num > MAX_AXIS_VALUES:
-                raise InvalidRequest(f"{name} has {num} values; at most {MAX_AXIS_VALUES} are compared.", param=name)
+                raise InvalidRequest(f"{name} has {num} values; at most {MAX_AXIS_VALUES} are allowed.", param=name)
         _check_range("prompts", len(self.prompts), 1, MAX_PROMPTS)
         _check_range("seeds", self.num_seeds, 1, MAX_PICTURES // len(self.prompts))
         _check_range("seed", self.first_seed, 0, MAX_SEED - len(self.prompts) * self.num_seeds)
@@ -193,12 +193,12 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             InvalidRequest: ``reference_steps`` is missing, or a step count exceeds the model's training timesteps.
         """
         if self.reference_steps is None:
-            raise InvalidRequest("reference_steps is missing; a sweep is held against converged images.")
+            raise InvalidRequest("reference_steps is missing; a sweep compares with converged images.")
         for name, steps in (("steps", max(self.steps)), ("reference_steps", self.reference_steps)):
             if steps > info.train_timesteps:
                 raise InvalidRequest(
                     f"{name} has {steps}; {info.model_id} was trained with {info.train_timesteps} timesteps, so "
-                    f"{info.train_timesteps} steps is the most.",
+                    f"{info.train_timesteps} steps is the maximum.",
                     param=name,
                 )
 
@@ -235,10 +235,10 @@ def split_axis(text: str, name: str) -> tuple[str, ...]:
         InvalidRequest: A value is empty, or ``text`` is longer than ``MAX_AXIS_CHARS``.
     """
     if len(text) > MAX_AXIS_CHARS:
-        raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_AXIS_CHARS} are read.", param=name)
+        raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_AXIS_CHARS} are allowed.", param=name)
     values = tuple(part.strip() for part in text.split(","))
     if not all(values):
-        what = "is empty" if not any(values) else f"is {quote(text)}, which leaves a value out"
+        what = "is empty" if not any(values) else f"is {quote(text)}, which has an empty value"
         raise InvalidRequest(f"{name} {what}; write values with commas between them.", param=name)
     return values
 
@@ -256,7 +256,7 @@ def whole_numbers(text: str, name: str) -> tuple[int, ...]:
             raise InvalidRequest(f"{name} has {quote(value)}, which is not a whole number.", param=name)
         if len(digits) > MAX_DIGITS:
             raise InvalidRequest(
-                f"{name} has {quote(value)} of {len(digits)} digits; at most {MAX_DIGITS} are read.", param=name
+                f"{name} has {quote(value)} of {len(digits)} digits; at most {MAX_DIGITS} are allowed.", param=name
             )
     return tuple(int(value) for value in values)
 

@@ -56,7 +56,7 @@ HINT = "hint: "
 """Start of the SVG group ids that become tooltips."""
 
 SVG_INCHES = (4.2, 2.7)
-UPON = "Equal ones lie upon each other, the wider below."
+UPON = "Equal lines overlap, the wider one below."
 
 
 @contextmanager

@@ -57,10 +57,10 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     except OSError as error:
         raise InvalidRequest(f"cannot read prompts from {str(file)!r}: {error.strerror}.", param="prompts") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{str(file)!r} is not UTF-8 text; write one prompt a line.", param="prompts") from None
+        raise InvalidRequest(f"{str(file)!r} is not UTF-8 text; write one prompt per line.", param="prompts") from None
     prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not prompts:
-        raise InvalidRequest(f"{str(file)!r} holds no prompts; write one a line.", param="prompts")
+        raise InvalidRequest(f"{str(file)!r} has no prompts; write one per line.", param="prompts")
     return prompts
 
 
@@ -147,7 +147,7 @@ def match_prompts(pictures: Sequence[ImageLike], prompts: Sequence[PromptLike]) 
             parsed, or an image has the wrong size.
     """
     if len(pictures) != len(prompts) or not pictures:
-        raise InvalidRequest(f"{len(prompts)} prompts for {len(pictures)} pictures; give each picture its own prompt.")
+        raise InvalidRequest(f"{len(prompts)} prompts for {len(pictures)} images; give one prompt per image.")
     wishes = tuple(_wish(prompt) for prompt in prompts)
     readings = (read_picture(_pixels(picture)) for picture in pictures)
     return PromptMatch(wishes, tuple(judge(reading, wish) for reading, wish in zip(readings, wishes, strict=True)))

@@ -119,7 +119,7 @@ def _outputs(
     document: Mapping[str, Any], plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
 ) -> dict[str, bytes]:
     """Render every file by name, the HTML page last."""
-    title, facts = f"A sweep of {document['model']['id']}", _facts(document, plan)
+    title, facts = f"Sampler sweep of {document['model']['id']}", _facts(document, plan)
     findings, notes = document["findings"], document["notes"]
     sections = sections_of(analysis, summaries)
     return {
@@ -179,11 +179,11 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
-    load = f", load {machine['load_average'][0]:.1f} when it began" if machine["load_average"] else ""
+    load = f", load {machine['load_average'][0]:.1f} at the start" if machine["load_average"] else ""
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
-        "cells": f"{len(plan.cells)}, {len(plan.places)} pictures each",
-        "pictures": f"prompts {len(plan.prompts)}, seeds of each {plan.num_seeds}, the same in every cell",
+        "cells": f"{len(plan.cells)}, {len(plan.places)} images each",
+        "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
@@ -197,31 +197,31 @@ def _notes(
 ) -> tuple[str, ...]:
     num_images = len(plan.places)
     notes = [
-        "Paired: every cell paints the same prompts with the same seeds, and so from the same starting latents; "
-        "another prompt has other seeds. Intervals are bootstrap intervals of 95 % over prompts; a prompt's pictures "
-        "are drawn together, and differences between cells are taken picture by picture first.",
-        "Converged: DDIM without noise, from the same seed. Latent RMSE, PSNR and SSIM say how much of that picture "
-        "there is already. They favour DDIM, whose limit it is: a sampler that adds noise paints another good picture.",
-        f"Frechet distance and KID are torchmetrics', of {num_images} pictures a cell, in a fixed network of random "
-        "filters (64 features): no trained network ships with this package or is downloaded, so the values compare "
-        "with nothing measured in Inception features. A Frechet distance is biased by the number of pictures: compare "
-        "equal numbers only. Against the converged pictures both are flattered by the common seeds.",
-        f"Milliseconds a step and seconds an image are of one image alone on the engine, the median of {TIMED_ROUNDS} "
-        "rounds over all cells after all pictures were painted. Images a second are of the full engine: an image is "
-        "charged its share of every tick it was in, by rows, while the cells shared the engine.",
-        "A point is on the Pareto front by its value alone; look at the intervals before believing a small step in it.",
+        "Paired comparison: every cell generates the same prompts with the same seeds, and so from the same initial "
+        "latents; each prompt has its own seeds. Intervals are 95 % bootstrap intervals over prompts: all images of a "
+        "prompt are resampled together, and differences between cells are computed per image first.",
+        "Converged: DDIM without added noise, same seed. Latent RMSE, PSNR and SSIM measure the similarity to that "
+        "image. They favor DDIM, which converges to it; a sampler that adds noise finds another good image.",
+        f"Frechet distance and KID are computed by torchmetrics, {num_images} images per cell, with a fixed network "
+        "of random filters (64 features). No trained network ships with this package or is downloaded, so the values "
+        "are not comparable with FID or KID in Inception features. The Frechet distance depends on the number of "
+        "images: compare equal numbers only. Both look better against the converged images, which share the seeds.",
+        f"Milliseconds per step and seconds per image are for one image alone on the engine: median of {TIMED_ROUNDS} "
+        "rounds over all cells after all images were generated. Images per second are for the full engine: each image "
+        "is charged its share of every tick that it was part of, by rows, while the cells shared the engine.",
+        "The Pareto front uses only the values; check the intervals before you trust a small difference.",
     ]
     if drawn is not None:
         each = len(drawn.features) // len(plan.prompts)
-        notes.insert(3, f"Drawn scenes: {each} for each prompt, exactly what it says, placed anew each time.")
+        notes.insert(3, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
     if why_not is not None:
-        notes.append(f"Prompt match and the distance to drawn scenes were not measured: {why_not}")
+        notes.append(f"Prompt match and the distance to rendered scenes were not measured: {why_not}")
     if num_images <= FEW_PICTURES:
-        notes.append(f"{num_images} pictures a cell are too few for a Frechet distance with 64 features to mean much.")
+        notes.append(f"{num_images} images per cell are too few for a reliable Frechet distance with 64 features.")
     if not engine.is_deterministic:
-        notes.append("On this device a picture may differ by rounding with the batch it was painted in.")
+        notes.append("On this device, rounding errors depend on the batch that an image was generated in.")
     if initial_machine["load_average"] and initial_machine["load_average"][0] > 0.5 * (initial_machine["cores"] or 1):
-        notes.append("The machine had other work when the sweep began, so its times are longer than on an idle one.")
+        notes.append("The machine was busy when the sweep began, so the times are longer than on an idle machine.")
     return tuple(notes)
 
 
@@ -240,21 +240,21 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
 def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterator[Section]:
     """Yield the sections of the HTML report that hold figures."""
     yield Section(
-        "Over steps",
-        ("Steps are on a logarithmic axis. Bands: 95 % intervals. Dotted: the converged pictures themselves.",),
+        "Quality over steps",
+        ("Steps are on a logarithmic axis. Bands: 95 % intervals. Dotted: the converged images.",),
         charts=over_steps(summaries, common_measures(summaries)),
     )
     charts = over_seconds(summaries, time_measures(summaries))
     yield Section(
-        "Against time",
+        "Quality over time",
         (
-            "Upright lines: 95 % intervals. The front is of the values alone; the numbers on it are steps.",
+            "Vertical lines: 95 % intervals. The Pareto front uses only the values; its numbers are steps.",
             *map(_describe_front, charts),
         ),
         charts=charts,
     )
     if strips := _strips(analysis):
-        yield Section("The same seed, growing steps", ("Every picture of a block has the same seed.",), strips=strips)
+        yield Section("The same seed with more steps", ("All images of a block have the same seed.",), strips=strips)
 
 
 def _describe_front(chart: Chart) -> str:
@@ -262,7 +262,7 @@ def _describe_front(chart: Chart) -> str:
         return f"{dot.summary.cell.label} ({dot.x:.2f} s)"
 
     end = "it has no knee" if chart.knee is None else f"its knee is {label(chart.knee)}"
-    return f"On the front of {chart.measure.title}: {', '.join(map(label, chart.front))}; {end}."
+    return f"Pareto front of {chart.measure.title}: {', '.join(map(label, chart.front))}; {end}."
 
 
 def _strips(analysis: Analysis) -> dict[str, StripGrid]:

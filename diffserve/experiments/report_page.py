@@ -32,7 +32,9 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 
 UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
 LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
-UNANSWERED: Final = "These cells answer none of the usual questions: take ddim, ddpm and dpmpp_2m, 10 to 100 steps."
+UNANSWERED: Final = (
+    "These cells answer none of the usual questions; sweep ddim, ddpm and dpmpp_2m with 10 to 100 steps."
+)
 
 
 def write_markdown(
@@ -56,11 +58,11 @@ def write_markdown(
     parts = [
         f"# {_plain(title)}",
         *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
-        f"![quality over steps, and one seed with growing steps]({picture})",
-        "## What a step buys",
+        f"![quality over steps, and one seed with more steps]({picture})",
+        "## Quality versus steps",
         *([part for finding in findings for part in _finding(finding)] or [UNANSWERED]),
-        "## Every cell",
-        "In brackets 95 % intervals. Times are of one image alone; images a second are of the full engine.",
+        "## All cells",
+        "95 % intervals in parentheses. Times are for one image alone; images per second are for the full engine.",
         "\n".join(_markdown_table(summaries)),
         "## How it was measured",
         *_list([_plain(note) for note in notes]),
@@ -75,7 +77,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
-    heads = ["cell", *(measure.short_title for measure in measures), "ms a step", "s an image", "images/s"]
+    heads = ["cell", *(measure.short_title for measure in measures), "ms per step", "s per image", "images/s"]
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])
     for summary, label in _with_labels(summaries):
@@ -180,9 +182,9 @@ def write_page(
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    yield "<h2>What a step buys</h2>"
+    yield "<h2>Quality versus steps</h2>"
     if findings:
-        yield '<p class="note">What papers let one expect, and whether these pictures bear it out.</p>'
+        yield '<p class="note">Expectations from papers, and whether these images confirm them.</p>'
     else:
         yield f"<p>{UNANSWERED}</p>"
     for finding in findings:
@@ -225,8 +227,9 @@ def _picture(what: str, webp: bytes | None) -> str:
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     measures = [measure for measure in Measure if any(summary.value(measure) for summary in summaries)]
     heads = ["cell", *(measure.short_title for measure in measures)]
-    heads += ["UNet rows an image", "ms a step, alone", "s an image, alone", "images/s, engine full"]
-    yield '<h2>Every cell</h2><p class="note">Below a value its 95 % interval; below a time the least and the most.</p>'
+    heads += ["UNet rows per image", "ms per step, alone", "s per image, alone", "images/s, full engine"]
+    note = "Below each value: its 95 % interval. Below each time: minimum and maximum."
+    yield f'<h2>All cells</h2><p class="note">{note}</p>'
     yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"

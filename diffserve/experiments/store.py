@@ -33,7 +33,7 @@ MAX_SHOWN_CHARS = 24
 NAMES = {
     "is_deterministic": "deterministic mode",
     "is_checked": "checking of prompts",
-    "num_seeds": "seeds of each prompt",
+    "num_seeds": "seeds per prompt",
     "first_seed": "first seed",
     "reference_steps": "reference steps",
 }
@@ -201,7 +201,7 @@ def refuse_folder(folder: Path, results: Iterable[str]) -> None:
     if folder.is_dir() and not (folder / PARTS).is_dir():
         for name in results:
             if (folder / name).exists():
-                message = f"{str(folder)!r} holds a {name} that no sweep wrote; choose another folder."
+                message = f"{str(folder)!r} has a {name} that was not written by a sweep; choose another folder."
                 raise InvalidRequest(message, param="output")
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     with guard(folder), tempfile.TemporaryFile(dir=existing):
@@ -225,14 +225,14 @@ def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
     except (OSError, msgspec.DecodeError):
         raise _other(folder, "that cannot be read") from None
     if not stored and any(parts.glob("*.jsonl")):
-        raise _other(folder, "that another version began")
+        raise _other(folder, "of another version")
     current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
     for name in [name for name in current if name in stored and stored[name] != current[name]]:
         raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")
 
 
 def _other(folder: Path, which: str) -> InvalidRequest:
-    return InvalidRequest(f"{str(folder)!r} holds a sweep {which}; choose another folder.", param="output")
+    return InvalidRequest(f"{str(folder)!r} has a sweep {which}; choose another folder.", param="output")
 
 
 def _describe(name: str, stored: Any, current: Any) -> str:
@@ -258,7 +258,7 @@ def take_lock(folder: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            message = f"another sweep is painting into {str(folder)!r} now; wait for it or choose another folder."
+            message = f"another sweep is writing to {str(folder)!r} now; wait for it or choose another folder."
             raise InvalidRequest(message, param="output") from None
     return file
 

@@ -44,7 +44,7 @@ def edge_map(picture: Pixels, weak: float = WEAK, strong: float = STRONG, resolu
     height, width = picture.shape[:2]
     scale = resolution / min(height, width) if resolution else 1.0
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    message = f"edges are found in {MAX_PIXELS} pixels at most, the picture has {size[0]}x{size[1]}; make it smaller."
+    message = f"edges are detected in at most {MAX_PIXELS} pixels, the image has {size[0]}x{size[1]}; make it smaller."
     check(size[0] * size[1] <= MAX_PIXELS, message, PARAM)
     if scale != 1.0:
         picture = np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), dtype=np.uint8)

@@ -64,7 +64,9 @@ class Signer:
         try:
             import c2pa  # type: ignore[import-untyped]
         except ImportError:
-            raise ConfigError(f"c2pa_certificate is given, but c2pa is not here; {INSTALL}.", param="c2pa") from None
+            raise ConfigError(
+                f"c2pa_certificate is given, but the package c2pa is not installed; {INSTALL}.", param="c2pa"
+            ) from None
         self._c2pa = c2pa
         self._algorithm = self._find_algorithm(certificate)
 
@@ -96,7 +98,7 @@ class Signer:
                 return algorithm
             problem = "its signature is not valid"
         raise ConfigError(
-            f"c2pa_certificate {certificate!r} and its key cannot sign a picture: {problem[:200]}; give a chain of PEM "
+            f"c2pa_certificate {certificate!r} and its key cannot sign an image: {problem[:200]}; give a chain of PEM "
             "certificates, the signer's own first, which may sign documents, and its private key.",
             param="c2pa_certificate",
         )

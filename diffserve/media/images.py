@@ -109,8 +109,7 @@ def image_format_of(path: Path) -> ImageFormat:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidRequest(
-            f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}, "
-            "or name a folder that is there.",
+            f"{path.name!r} has no known file extension; use {', '.join(SUFFIXES)}, or name an existing folder.",
             param="output",
         )
     return SUFFIXES[path.suffix.lower()]
@@ -373,7 +372,7 @@ def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image
 
 
 def _too_large(name: str, size: str, max_pixels: int) -> InvalidRequest:
-    message = f"{name} is {size}; at most {max_pixels} pixels are taken."
+    message = f"{name} is {size}; at most {max_pixels} pixels are allowed."
     return InvalidRequest(message, param=name, code="image_too_large")
 
 

@@ -217,7 +217,7 @@ def check_length(text: str) -> int:
     num_bytes = _num_bytes(text)
     if num_bytes > MAX_BYTES:
         raise InvalidRequest(
-            f"the parameters of this picture take {num_bytes} bytes; at most {MAX_BYTES} are read.",
+            f"the parameters of this image have {num_bytes} bytes; at most {MAX_BYTES} are allowed.",
             param="parameters",
             code="parameters_too_long",
         )

@@ -55,7 +55,7 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
         image, mask = self.names
         message = f"{mask} is {mask_width}x{mask_height} and {image} {width}x{height}; they must have the same size."
         check(sizes[0] == sizes[1], message, mask, "invalid_image")
-        check(255 in self.mask.data, f"the {mask} leaves nothing to repaint; nothing of it is marked.", mask)
+        check(255 in self.mask.data, f"the {mask} selects no area to generate; mark some of it.", mask)
 
     def plan(
         self,

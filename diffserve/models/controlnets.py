@@ -102,7 +102,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         check(
             0.0 <= self.start < self.end <= 1.0,
-            f"ControlNet {self.name!r} is at work from {self.start} to {self.end}; give two shares of the steps with "
+            f"ControlNet {self.name!r} has start {self.start} and end {self.end}; give two fractions of the steps with "
             "0 <= start < end <= 1.",
             PARAM,
         )
@@ -163,8 +163,8 @@ def read_control(text: str) -> tuple[Control, str]:
         start, end = map(float, (match["span"] or "0-1").split("-"))
     except ValueError:
         message = (
-            f"a ControlNet is given as {text[:MAX_NAME_CHARS]!r}; write NAME:IMAGE, and behind it what is "
-            "wanted of :SCALE, :PREPROCESSOR, :START-END and :resize, for example canny:edges.png:0.8:0-0.5."
+            f"a ControlNet is given as {text[:MAX_NAME_CHARS]!r}; write NAME:IMAGE, optionally followed by "
+            "any of :SCALE, :PREPROCESSOR, :START-END and :resize, for example canny:edges.png:0.8:0-0.5."
         )
         raise InvalidRequest(message, param=PARAM) from None
     preprocessor = match["preprocessor"] or PASSED_THROUGH
@@ -177,9 +177,7 @@ def check_controls(controls: Sequence[Control]) -> None:
     Raises:
         InvalidRequest: There are more than ``MAX_CONTROLNETS``.
     """
-    message = (
-        f"{len(controls)} ControlNets are asked for at once; a picture takes at most {MAX_CONTROLNETS}: leave some out."
-    )
+    message = f"{len(controls)} ControlNets are given; at most {MAX_CONTROLNETS} are allowed per image: leave some out."
     check(len(controls) <= MAX_CONTROLNETS, message, PARAM)
 
 
@@ -242,7 +240,7 @@ class ControlNetFolder:
     def _problem(self, path: Path) -> str:
         """Return why no model can use the ControlNet ``path``; "" if it is usable."""
         if path.suffix in SINGLE_FILES:
-            return f"{path.name} is a single file; diffserve takes a directory with {CONFIG}, as diffusers writes it."
+            return f"{path.name} is a single file; diffserve needs a directory with {CONFIG}, as diffusers writes it."
         try:
             read_controlnet(path)
             files, _ = choose_weights(path, DIFFUSERS_STEM, dtype=self.dtype)
@@ -264,7 +262,9 @@ def read_controlnet(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{file} is of a {config.get('_class_name')}; diffserve builds {ALLOWED_CLASS} there.")
     for name, values in KNOWN_CONDITIONS.items():
         if config.get(name, values[0]) not in values:
-            raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve serves ControlNets without it.")
+            raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve only supports ControlNets without it.")
     if config.get("global_pool_conditions"):
-        raise ModelLoadError(f"{file}: it is for conditional rows alone (global_pool_conditions), which is not served.")
+        raise ModelLoadError(
+            f"{file}: it is for conditional rows only (global_pool_conditions), which is not supported."
+        )
     return config

@@ -196,11 +196,11 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
         InvalidLoRAError: The file is not a LoRA, changes a layer twice, or is damaged.
     """
     if len(shapes) > MAX_TENSORS:
-        raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are taken")
+        raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are allowed")
     longest = max(map(len, shapes), default=0)
     if longest > MAX_NAME_CHARS:
         raise InvalidLoRAError(
-            f"holds a tensor whose name has {longest:,} characters; at most {MAX_NAME_CHARS} are taken"
+            f"holds a tensor whose name has {longest:,} characters; at most {MAX_NAME_CHARS} are allowed"
         )
     refuse_ip_adapter(shapes)
     layers: dict[str, dict[str, LayerChange]] = {}
@@ -237,7 +237,7 @@ def check_layers_known(content: LoRALayers) -> None:
         for layer, change in changes.items():
             if not KNOWN_LAYERS[component].fullmatch(layer):
                 raise InvalidLoRAError(
-                    f"holds {change.first_tensor!r}, and there is no such layer in the networks that are served "
+                    f"holds {change.first_tensor!r}, and there is no such layer in the supported models "
                     "(Stable Diffusion 1, 2 and XL); it is made for another kind of model"
                 )
             if NORM_LAYER.fullmatch(layer) and (change.pairs or change.lokr or change.dora):
@@ -253,8 +253,8 @@ def refuse_ip_adapter(keys: Iterable[str]) -> None:
     key = next(filter(IP_ADAPTER.match, keys), None)
     if key is not None:
         raise InvalidLoRAError(
-            f"holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not serve; leave it out, and "
-            "start from a picture or take a ControlNet"
+            f"holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not support; leave it out, and "
+            "use a start image or a ControlNet"
         )
 
 
@@ -267,7 +267,7 @@ def _add(layers: dict[str, dict[str, LayerChange]], key: str) -> None:
     kind = next((kind for mark, kind in OTHER_KINDS.items() if mark in key), None)
     if kind is not None:
         raise InvalidLoRAError(
-            f"is {kind} (its tensor {key!r} says so); diffserve takes LoRA, DoRA, LoHa and LoKr. "
+            f"is {kind} (its tensor {key!r} says so); diffserve supports LoRA, DoRA, LoHa and LoKr. "
             "Merge it into its base with the tool that made it"
         )
     name = PROCESSOR.sub(_processor_layer, key.removeprefix(PEFT_PREFIX))
@@ -276,13 +276,13 @@ def _add(layers: dict[str, dict[str, LayerChange]], key: str) -> None:
     component = PREFIXES.get(prefix) or next((BARE[start] for start in BARE if name.startswith(start)), None)
     if match is None and component is not None and name.endswith(".bias"):
         raise InvalidLoRAError(
-            f"holds the bias of a low-rank matrix ({key!r}), which diffserve does not take; train it without "
+            f"holds the bias of a low-rank matrix ({key!r}), which diffserve does not support; train it without "
             "(lora_bias=False), or merge it into its base with the tool that made it"
         )
     if match is None or component is None:
         raise InvalidLoRAError(
             f"holds a tensor that is not named as a LoRA of a UNet or text encoder ({key!r}); it is made for another "
-            "kind of model, or in a format that is not known here"
+            "kind of model, or in an unknown format"
         )
     layer = match["layer"].removeprefix(prefix)
     change = layers.setdefault(component, {}).setdefault(flat_name(layer), LayerChange(layer))
@@ -321,7 +321,9 @@ def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
                 "and 1 or more"
             )
     if len({(shapes[up][0], math.prod(shapes[down][1:])) for down, up in change.pairs}) > 1:
-        raise InvalidLoRAError(f"is damaged: {change.down!r} and {change.second_down!r} are of layers of two sizes")
+        raise InvalidLoRAError(
+            f"is damaged: {change.down!r} and {change.second_down!r} are of layers of different sizes"
+        )
     if change.alpha and math.prod(shapes[change.alpha]) != 1:
         raise InvalidLoRAError(f"is damaged: {change.alpha!r} is {list(shapes[change.alpha])}, not one number")
     if change.lokr:

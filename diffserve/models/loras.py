@@ -120,7 +120,7 @@ def check_loras(loras: Sequence[Lora]) -> None:
     Raises:
         InvalidRequest: There are more than ``MAX_LORAS``.
     """
-    message = f"{len(loras)} LoRAs are asked for at once; a picture takes at most {MAX_LORAS}: leave some out."
+    message = f"{len(loras)} LoRAs are given; at most {MAX_LORAS} are allowed per image: leave some out."
     check(len(loras) <= MAX_LORAS, message, "loras")
 
 
@@ -211,7 +211,7 @@ def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
         check_layers_known(content)
     except InvalidLoRAError as error:
         return str(error)
-    return f"has rank {content.rank}; at most {MAX_RANK} is taken" if content.rank > MAX_RANK else ""
+    return f"has rank {content.rank}; at most {MAX_RANK} is allowed" if content.rank > MAX_RANK else ""
 
 
 def _is_file(path: Path) -> bool:

@@ -230,7 +230,7 @@ def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: s
         message = f"there are several {what}s called {name!r}: {listed}; give one of these names."
     else:
         available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
-        hint = f"there are {available}." if usable else f"none are served here: start with --{kind}-dir DIR."
+        hint = f"the known ones are {available}." if usable else f"the server has none: start it with --{kind}-dir DIR."
         message = f"there is no {what} {name!r}; {hint}"
     raise InvalidRequest(message, param=f"{kind}s", code=f"unknown_{kind}")
 

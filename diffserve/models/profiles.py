@@ -161,8 +161,8 @@ def begin_with_loras(params: DiffusionParams) -> tuple[DiffusionParams, tuple[st
         if few_step is None:
             continue
         message = (
-            f"LoRA {lora.name!r} is a few-step adapter ({few_step.kind}, by its name). Where the request leaves them "
-            f"open: {few_step.defaults}."
+            f"LoRA {lora.name!r} is a few-step adapter ({few_step.kind}, by its name). Defaults for fields that the "
+            f"request omits: {few_step.defaults}."
         )
         defaults = {name: value for name, value in few_step.entries.items() if getattr(params, name) is None}
         if params.sampler is not None:

@@ -60,10 +60,10 @@ def _file_problem(path: Path, num_bytes: int, _changed_ns: int, max_header_bytes
                 raise _InvalidFileError("is a Git LFS pointer, not the file itself; fetch it with: git lfs pull")
             header_bytes = int.from_bytes(start[:8], "little")
             if num_bytes >= 8 and header_bytes > MAX_HEADER_BYTES:
-                raise _InvalidFileError("is not a safetensors file; download it again from where it is offered")
+                raise _InvalidFileError("is not a safetensors file; download it again")
             _check_size(num_bytes, 8 + header_bytes)
             if header_bytes > max_header_bytes:
-                limit = f"at most {max_header_bytes:,} are taken"
+                limit = f"at most {max_header_bytes:,} are allowed"
                 raise _InvalidFileError(f"has a header of {header_bytes:,} bytes; {limit}")
             file.seek(8)
             header = json.loads(file.read(header_bytes))
@@ -71,7 +71,7 @@ def _file_problem(path: Path, num_bytes: int, _changed_ns: int, max_header_bytes
     except _InvalidFileError as error:
         return str(error)
     except (ValueError, RecursionError):
-        return "is not a safetensors file, its header is not JSON; download it again from where it is offered"
+        return "is not a safetensors file, its header is not JSON; download it again"
     return ""
 
 

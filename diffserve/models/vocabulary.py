@@ -101,7 +101,7 @@ def read_model_file(file: Path, kind: type[ContentT]) -> ContentT | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
-        raise ModelLoadError(f"{file} cannot be read: {error}; mend or remove the file.") from None
+        raise ModelLoadError(f"{file} cannot be read: {error}; fix or remove the file.") from None
 
 
 def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = False) -> str:
@@ -115,8 +115,8 @@ def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = F
     listed = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
     ending = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     if negative:
-        return f"{model_id} was never taught {listed}{ending} of the negative prompt, which has no effect."
-    return f"{model_id} was never taught {listed}{ending}, which has no effect; use prompt rewriting or other words."
+        return f"{model_id} does not know {listed}{ending} of the negative prompt, so it has no effect."
+    return f"{model_id} does not know {listed}{ending}, so it has no effect; use prompt rewriting or other words."
 
 
 FEWEST_STEPS_FILE = "fewest_steps.json"

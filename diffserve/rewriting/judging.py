@@ -97,7 +97,7 @@ class Judge:
         fitted = None if rejection else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
         if fitted is None and rejection is None:
             num_tokens, limit = self.window.count(cleaned), self.window.num_tokens
-            length = f"the rewritten prompt has {num_tokens} tokens, the image model reads {limit}"
+            length = f"the rewritten prompt has {num_tokens} tokens, but the image model reads only {limit}"
             rejection = Rejection("too_long", f"{length}, and it cannot be shortened")
         if rejection is None and not force and result.mean_entropy > self.max_entropy:
             rejection = Rejection("unsure", "the rewriter was not confident enough")
@@ -131,7 +131,7 @@ class Judge:
         shown = ", ".join(f'"{text}"' for text in missing[:MAX_SHOWN])
         shown += ", ..." if len(missing) > MAX_SHOWN else ""
         if self.style.answer.language == "captions":
-            return Rejection("lost_words", f"the image model's language has no words for {shown}")
+            return Rejection("lost_words", f"the image model does not know {shown}")
         return Rejection("lost_words", f"the rewriter left out {shown}")
 
 

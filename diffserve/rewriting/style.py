@@ -174,7 +174,9 @@ def _check_values(file: str, style: Style) -> None:
         except InvalidRequest as error:
             raise ConfigError(f"{file}: {table}.{error.message}", param="style") from None
     if any(phrase != phrase.lower().strip() or not phrase for phrase in answer.refusals):
-        raise ConfigError(f"{file}: answer.refusals must be in lower case, without blanks around.", param="style")
+        raise ConfigError(
+            f"{file}: answer.refusals must be in lower case, without leading or trailing spaces.", param="style"
+        )
 
 
 EMBEDDED: Final = "embedded"
@@ -193,7 +195,7 @@ def find_rewriter(name: str) -> Path:
         return directory
     if name == EMBEDDED:
         raise ModelNotFound(
-            "the rewriter that ships inside has no weights in this installation: train them with "
+            "the embedded rewriter has no weights in this installation: train them with "
             "'python -m diffserve.training.train rewriter', or give the directory of an instruct model.",
             param="model",
         )

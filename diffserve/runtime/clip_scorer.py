@@ -57,7 +57,9 @@ class Preparation:
             mean, std = (tuple(map(float, config.get(f"image_{name}", default))) for name, default in DEFAULTS)
             preparation = cls(int(edge), (int(height), int(width)), int(config.get("resample", 3)), mean, std)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelLoadError(f"{file} is not as CLIP's image processor writes it ({error!r}).") from None
+            raise ModelLoadError(
+                f"{file} is not a valid configuration of a CLIP image processor ({error!r})."
+            ) from None
         if (
             preparation.crop_px != (side_px, side_px)
             or preparation.edge_px < side_px
@@ -65,7 +67,7 @@ class Preparation:
             or len(std) != 3
         ):
             raise ModelLoadError(
-                f"{file} makes pictures of {preparation.crop_px}; the model looks at {side_px}x{side_px}."
+                f"{file} prepares images of {preparation.crop_px}, but the model reads {side_px}x{side_px}."
             )
         return preparation
 
@@ -110,7 +112,9 @@ class ClipScorer:
         file = directory / "config.json"
         config = read_json(file)
         if config.get("model_type") != "clip" or "vision_config" not in config:
-            raise ModelLoadError(f"{file} is of a {config.get('model_type')!r} model; a scorer is a whole CLIPModel.")
+            raise ModelLoadError(
+                f"{file} is of a {config.get('model_type')!r} model; a scorer must be a complete CLIPModel."
+            )
         network = build_clip(config, str(file))
         load_component(network, Checkpoint.open(find_weights(directory, "model", dtype=choice.dtype)), choice)
         prepare = Preparation.read(directory / PREPARED, int(network.config.vision_config.image_size))

@@ -94,8 +94,8 @@ def check_preprocessor(name: str) -> None:
     if name in names:
         return
     available = ", ".join((PASSED_THROUGH, CANNY, *names))
-    hint = f"; others come with the package {LIBRARY}, which {trouble}" if trouble else ""
-    raise InvalidRequest(f"the preprocessor is {name!r}; there are {available}{hint}.", param=PARAM)
+    hint = f"; others need the package {LIBRARY}, which {trouble}" if trouble else ""
+    raise InvalidRequest(f"the preprocessor is {name!r}; use one of {available}{hint}.", param=PARAM)
 
 
 def preprocess(control: Control, picture: Pixels) -> Pixels:
@@ -118,7 +118,7 @@ def preprocess(control: Control, picture: Pixels) -> Pixels:
 def _library() -> tuple[tuple[str, ...], str]:
     """Return the deterministic preprocessors of the library, and why there are none."""
     if find_spec(LIBRARY) is None:
-        return (), "is not installed here"
+        return (), "is not installed"
     try:
         models: dict[str, Any] = import_quietly(f"{LIBRARY}.processor", "MODELS")
     except Exception as error:  # one of its many dependencies
@@ -222,7 +222,7 @@ class ControlNetStore:
             files = self._opened(directory)
             need, free = self._bytes(files), free_bytes(self.model.device)
             if free is not None and need > free and choice.offload == "none":
-                problem = f"it takes {need >> 20} MiB of memory, there are {free >> 20}"
+                problem = f"it needs {need >> 20} MiB of memory, and {free >> 20} MiB are free"
                 raise ModelLoadError(problem)
             network = files.load(self.model.unet.network, self.model.vae.factor, choice)
             store_as(network, self.model.unet.memory_format)

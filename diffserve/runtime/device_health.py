@@ -90,7 +90,11 @@ class DeviceProbe:
         is_local = not model.unet.is_hollow  # else only error messages show a lost device
         self.is_of_use = is_local and self._trouble() is None
         if is_local and not self.is_of_use:
-            logger.warning("the UNet takes no picture of %d pixels: a lost device is known by its words only", side_px)
+            logger.warning(
+                "the UNet cannot generate an image of %d pixels: a lost device is only recognized by its error "
+                "messages",
+                side_px,
+            )
 
     @property
     def is_gone(self) -> bool:
@@ -154,7 +158,7 @@ def install_faults(unet: UNetRunner) -> None:
     """Make ``unet`` fail as the environment variable says. Raises ConfigError if that is invalid."""
     faults = parse_faults(os.environ.get(FAULTS_VARIABLE, ""))
     if faults:
-        logger.warning("%s is set: this engine breaks on purpose", FAULTS_VARIABLE)
+        logger.warning("%s is set: this engine injects faults", FAULTS_VARIABLE)
         unet.predict = with_faults(unet.predict, faults)  # type: ignore[method-assign]
 
 
@@ -170,11 +174,11 @@ def with_faults(predict: Callable[..., Any], faults: Sequence[Fault]) -> Callabl
                 while True:
                     time.sleep(3600.0)
             if kind == "error" and number == at:
-                raise RuntimeError("a fault on purpose")
+                raise RuntimeError("an injected fault")
             if kind == "sticky" and number >= at:
                 raise RuntimeError(STICKY_TEXT)
             if kind == "broken" and number >= at:
-                raise RuntimeError("a fault on purpose, and for good")
+                raise RuntimeError("an injected, permanent fault")
         return predict(*arguments, **keywords)
 
     return call

@@ -92,7 +92,7 @@ class LoRAStore:
         padded = WHOLE if WHOLE in ranks else padded_rank(sum(ranks))
         if padded is None:
             message = (
-                f"the ranks of these LoRAs are {sum(ranks)} together; at most {RANKS[-1]} are taken: leave some out."
+                f"the ranks of these LoRAs are {sum(ranks)} together; at most {RANKS[-1]} are allowed: leave some out."
             )
             raise InvalidRequest(message, param="loras")
         digest = hashlib.sha256("\n".join(f"{stamp} {lora.scales!r}" for lora, _, stamp in stamped).encode()).digest()
@@ -108,7 +108,7 @@ class LoRAStore:
             return ""
         names = ", ".join(repr(word[:40]) for word in words[:4])
         return (
-            f"the LoRA {name!r} brings embeddings ({names}), which are not loaded with it; save them as files in the "
+            f"the LoRA {name!r} contains embeddings ({names}), which are not loaded with it; save them as files in the "
             "folder of --embeddings-dir."
         )
 
@@ -187,7 +187,9 @@ class LoRAStore:
         changes = {}
         for component in file.layers:
             if component not in self._networks:
-                message = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} has not: leave it out."
+                message = (
+                    f"the LoRA {name!r} changes a {component}, which {self.model.model_id} does not have: leave it out."
+                )
                 raise InvalidRequest(message, param="loras")
             layers = self._networks[component]
             shapes = {name: shape_of(layer) for name, layer in layers.items()}
@@ -274,7 +276,7 @@ class _Part(NamedTuple):
 
     def _check_finite(self, *tensors: Tensor | None) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
-            message = f"the LoRA {self.lora!r} holds numbers in {self.name} that are not finite: leave it out."
+            message = f"the LoRA {self.lora!r} has non-finite numbers in {self.name}: leave it out."
             raise InvalidRequest(message, param="loras")
 
 

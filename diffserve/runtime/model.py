@@ -341,7 +341,7 @@ def load_model(
         judge(plausibility, location)
     world = read_vocabulary(home)
     if choice.unet_scheme == INT8_STATIC and hollow:
-        raise ConfigError(f"{INT8_STATIC} is calibrated with all of a model; choose another dtype for stages apart.")
+        raise ConfigError(f"{INT8_STATIC} is calibrated with all of a model; choose another dtype for remote stages.")
     if choice.unet_scheme == INT8_STATIC and not is_hollow:
         size_px = profile.good_sizes[0] if profile.good_sizes else native
         names = [name for name, scheme in schemes(unet.network, INT8_STATIC).items() if scheme == INT8_STATIC]
@@ -391,7 +391,7 @@ def _scorer(profile: ModelProfile, choice: DeviceChoice, world: Vocabulary | Non
     """Load the model that ``profile`` names to select images; ``None`` without one, or if the checker selects."""
     if profile.scorer == CHECKER and world is None:
         raise ModelLoadError(
-            f"{location}: the {CHECKER} chooses pictures of the embedded model's world, and this model knows none; "
+            f"{location}: the {CHECKER} only scores images of the embedded model; "
             "name the directory of a CLIP model (model.scorer)."
         )
     return ClipScorer.load(profile.scorer, choice) if profile.scorer not in ("", CHECKER) else None
@@ -437,7 +437,7 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
         if velocity:
             unet.network.register_to_config(sample_size=VELOCITY_SAMPLE_SIZE)
         logger.warning(
-            "%s does not say what its UNet predicts; asked with pure noise it behaves like %s",
+            "%s does not say what its UNet predicts; its output for pure noise looks like %s",
             location,
             config["prediction_type"],
         )

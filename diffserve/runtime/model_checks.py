@@ -29,11 +29,11 @@ LEARNT = ".token_embedding.base."
 def check_latents(path: Path, unet: UNetRunner, base: UNetRunner) -> None:
     """Raise ModelLoadError if the model at ``path`` cannot continue with latents of ``base``."""
     if base.extra_channels or unet.extra_channels:
-        raise _refused(path, "one of the two is an inpainting model, and such are painted by alone")
+        raise _refused(path, "one of the two is an inpainting model, which cannot be combined with a refiner")
     if unet.latent_channels != base.latent_channels:
-        raise _refused(path, f"it paints {unet.latent_channels} latent channels, the model {base.latent_channels}")
+        raise _refused(path, f"it has {unet.latent_channels} latent channels, the model {base.latent_channels}")
     if bool(unet.guidance_dim) != bool(base.guidance_dim):
-        raise _refused(path, "only one of the two is told guidance as a number")
+        raise _refused(path, "only one of the two takes the guidance scale as an input")
 
 
 def check_noise(path: Path, schedule: NoiseSchedule, base: NoiseSchedule) -> None:
@@ -43,14 +43,14 @@ def check_noise(path: Path, schedule: NoiseSchedule, base: NoiseSchedule) -> Non
         refiner_type, base_type = names
         raise _refused(
             path,
-            f"its UNet is asked as {refiner_type}, the model's as {base_type}; give one of the same, not continuous",
+            f"its UNet uses {refiner_type}, that of the model {base_type}; both must be the same and not continuous",
         )
     if not np.array_equal(schedule.alphas_cumprod, base.alphas_cumprod):
         raise _refused(path, "it was trained with another noise schedule")
 
 
 def _refused(path: Path, problem: str) -> ModelLoadError:
-    return ModelLoadError(f"{path} cannot refine what this model paints: {problem} (model.refiner).")
+    return ModelLoadError(f"{path} cannot refine images of this model: {problem} (model.refiner).")
 
 
 def share_encoders(encoders: Sequence[TextEncoder], base_encoders: Sequence[TextEncoder]) -> list[TextEncoder]:
@@ -89,18 +89,16 @@ def check_parts(
         dim = config.cross_attention_dim
         problem = f"the text encoder gives {width} features, the UNet reads {dim} (cross_attention_dim)"
     elif unet.latent_channels != cells:
-        problem = f"the VAE has {cells} latent_channels, the UNet paints {unet.latent_channels} (out_channels)"
+        problem = f"the VAE has {cells} latent_channels, the UNet writes {unet.latent_channels} (out_channels)"
     elif unet.extra_channels not in (0, 1 + cells):
         served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
         problem = f"in_channels of the UNet is {config.in_channels}; diffserve serves {served}"
     elif len(text.encoders) == 2 and not unet.has_size_conditioning:
-        problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
+        problem = "size conditioning and a second text encoder must both be present (SDXL) or both absent"
     elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
-        problem = "size conditioning and a text encoder with a projection come together (SDXL) or not at all"
+        problem = "size conditioning and a text encoder with a projection must both be present (SDXL) or both absent"
     elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
-        problem = (
-            f"its UNet is told {text.num_time_ids} numbers of sizes; diffserve serves 6 (SDXL) and 5 (its refiner)"
-        )
+        problem = f"its UNet takes {text.num_time_ids} size values; diffserve supports 6 (SDXL) and 5 (its refiner)"
     elif previewer is not None and previewer.latent_channels != cells:
         problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
     else:

@@ -36,9 +36,9 @@ QUANTIZED: Final = {
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
 }
 RESTS: Final = {
-    "auto": "weights for which it has no room rest in main memory or on disk",
-    "cpu": "weights rest in main memory until a layer runs",
-    "disk": "weights rest on disk until a layer runs",
+    "auto": "weights that do not fit on the device are in main memory or on disk",
+    "cpu": "weights are in main memory until a layer runs",
+    "disk": "weights are on disk until a layer runs",
 }
 CPU_BF16_FLAGS: Final = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 CPU_INT8_FLAGS: Final = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "amx_int8": "AMX", "i8mm": "Arm I8MM"}
@@ -164,9 +164,9 @@ def choose_device(
         name, description = best_name, f"{best_name}, {best_reason}"
     elif name in QUANTIZED:
         _refuse_absent_unit(torch_device, name)
-        description = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as asked"
+        description = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as configured"
     else:
-        description = f"{name}, as asked"
+        description = f"{name}, as configured"
     return DeviceChoice(torch_device, name, compute_dtype, f"{device_reason}; {description}{rests}", offload)
 
 
@@ -175,7 +175,7 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
     if name in (INT8_DYNAMIC, INT8_STATIC) and device.type == "cpu" and cpu_int8_unit() is None:
         raise ConfigError(
             f"dtype is {name}, and this CPU does not multiply int8 in hardware ({', '.join(CPU_INT8_FLAGS)}); "
-            "choose int8, which only holds it, or auto.",
+            "choose int8, which only stores weights in int8, or auto.",
             param="dtype",
         )
     if name == INT8_DYNAMIC and device.type == "mps":
@@ -190,7 +190,7 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
 
 def _choose_device(device: str) -> tuple[torch.device, str]:
     if device != "auto":
-        return _given_device(device), f"{device}, as asked"
+        return _given_device(device), f"{device}, as configured"
     for kind in ACCELERATORS:
         if device_count(kind):
             accelerator = torch.device(kind, 0) if kind in STREAM_DEVICES else torch.device(kind)

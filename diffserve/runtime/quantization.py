@@ -33,8 +33,8 @@ from schedulers.update import advance, guide, new_history, rows_of, scale_input
 
 OF_ROWS: Final = re.compile(r"(^|\.)(time_embedding|add_embedding|class_embedding|time_emb_proj)(\.|$)")
 """Layers of a UNet that process one vector per row instead of tokens."""
-ONCE_A_PROMPT: Final = "every layer holds its float dtype: it runs once a prompt"
-THE_PIXELS: Final = "every layer holds its float dtype: it makes the pixels"
+ONCE_A_PROMPT: Final = "every layer keeps its float dtype, because it runs once per prompt"
+THE_PIXELS: Final = "every layer keeps its float dtype, because it creates the pixels"
 ENDS: Final = ("conv_in", "conv_out")
 NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
@@ -64,18 +64,18 @@ def scheme_for(name: str, layer: nn.Module, target: str) -> tuple[str | None, st
     """
     if target == INT8_STATIC and isinstance(layer, nn.Conv2d):
         if name in ENDS:
-            return None, "is where pictures come in or go out, and every error there is theirs"
+            return None, "reads the input or writes the output, where errors are visible directly"
         return target, ""
     if not isinstance(layer, nn.Linear):
-        what = "convolutions" if isinstance(layer, nn.Conv2d) else "tables, which are looked up and not multiplied,"
+        what = "convolutions" if isinstance(layer, nn.Conv2d) else "embedding tables, which are not multiplied,"
         return None, f"{target} is for linear layers; {what} stay"
     is_of_rows = OF_ROWS.search(name) is not None
     multiple = CUBLAS_MULTIPLE if target == INT8_DYNAMIC else 1
     sides = (layer.in_features, layer.out_features)
     if target != INT8 and is_of_rows:
-        why = "sees one vector for each row, too few for a product in 8 bits"
+        why = "reads one vector per row, too few for an int8 product"
     elif any(side % multiple for side in sides):
-        why = f"is {sides[0]} x {sides[1]}, and its kernel wants multiples of {multiple}"
+        why = f"is {sides[0]} x {sides[1]}, and the kernel needs multiples of {multiple}"
     else:
         return target, ""
     return INT8, why

@@ -78,10 +78,11 @@ class Admission:
         self.texts = Backlog("text", waiting, most_s, metrics, **options)
         self.embeddings = Backlog("embedding", waiting, most_s, metrics, **options)
         each = (self.images, self.texts, self.embeddings)
-        message = "What is still to do of what was let in: UNet rows of the native size, texts."
+        message = "Remaining work of accepted requests, in UNet rows of the native size or in texts."
         metrics.watch("queue_cost", message, lambda: {(item.kind,): item.cost_left for item in each}, "kind")
         message = (
-            "As much of it as one client may have here, its largest aside, at the pace of late; absent while unknown."
+            "Largest queue_cost of one client, without its largest request, at the recent throughput; "
+            "absent while unknown."
         )
         metrics.watch(
             "admission_cost_limit",
@@ -89,7 +90,7 @@ class Admission:
             lambda: {(item.kind,): limit for item in each if (limit := item.cost_limit) is not None},
             "kind",
         )
-        message = "Longest time for which a request has waited without any work on it; 0: none waits."
+        message = "Waiting time of the request that has waited longest; 0 if none waits."
         metrics.watch("queue_age_seconds", message, lambda: {(item.kind,): item.age_s for item in each}, "kind")
 
     @property
@@ -316,15 +317,16 @@ class Backlog:
         num_free = max_waiting - num_waiting - (max_waiting // BATCH_RESERVED_DIVISOR if priority == "batch" else 0)
         wait_s = self.wait_s(client, priority)
         if num_client_places >= WAITING_PER_FREE_PLACE * num_free:
-            message = f"{num_waiting} requests are waiting, which is all this server holds"
+            message = f"{num_waiting} requests are waiting, which is the limit of this server"
             if num_free > 0:
                 message = (
-                    f"{num_client_places} of your requests are waiting, and the {num_free} places left are for others"
+                    f"{num_client_places} of your requests are waiting, and the {num_free} free places are for other "
+                    "clients"
                 )
             return _queue_full(message, self.pace.seconds(self.cost_left, self.num_engines))
         if wait_s is not None and wait_s >= self.max_backlog_s:
-            most_s = f"at most {self.max_backlog_s:g} s may wait"
-            message = f"your requests here, the largest aside, are {wait_s:.0f} s of work, and {most_s}"
+            limit = f"at most {self.max_backlog_s:g} s are allowed per client"
+            message = f"your queued requests, without the largest one, need {wait_s:.0f} s of work; {limit}"
             return _queue_full(message, wait_s)
         return None
 

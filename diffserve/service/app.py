@@ -126,7 +126,9 @@ def create_app(
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
     app.state.endpoints = dict[str, Endpoint]()  # endpoints that submit work, by path
     app.state.offers = {}
-    engine.metrics.watch("storage_free_bytes", "Of the disk with the server's folder.", partial(_free_bytes, config))
+    engine.metrics.watch(
+        "storage_free_bytes", "Free bytes on the disk of the server's data folder.", partial(_free_bytes, config)
+    )
     usage = None if database is None else Usage(database)
     book = None if usage is None else UsageBook(usage)
     counted: dict[str, Any] = {} if book is None else {"count": book.count}
@@ -213,15 +215,15 @@ def _free_bytes(config: ServeConfig) -> dict[tuple[str, ...], float]:
 
 def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
     @app.get("/livez", summary="Whether the process is alive")
-    @app.get("/ping", summary="The same")
+    @app.get("/ping", summary="Whether the process is alive")
     async def livez() -> Response:
         return JSONResponse({"status": "ok"})
 
     @app.get("/readyz", summary="Whether the server is ready for requests")
-    @app.get("/health", summary="The same")
+    @app.get("/health", summary="Whether the server is ready for requests")
     async def readyz() -> Response:
         if gate.is_closed:
-            raise EngineUnavailable("the server is not ready.")
+            raise EngineUnavailable("the server is shutting down; please try again in a moment.")
         refuse_unready(engine)
         return JSONResponse({"status": "ok"})
 
@@ -230,7 +232,11 @@ def _add_debug(app: FastAPI, engine: Engines) -> None:
     @app.get("/debug/trace", summary="Number of requests in the engine, and the requests in the recent UNet calls")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
-            raise HttpError(403, "request ids are shown on the server's own machine only.", code="local_only")
+            raise HttpError(
+                403,
+                "request ids are only available to clients on the server's machine; connect from there.",
+                code="local_only",
+            )
         num_requests = await engine.num_requests()
         return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.trace()})
 

@@ -42,8 +42,8 @@ class Snapshot(Collector):
 
 
 def _queues(stats: EngineStats) -> Iterator[Metric]:
-    running = family(GaugeMetricFamily, "requests_running", "Images, and texts, that are being worked on.", "kind")
-    waiting = family(GaugeMetricFamily, "requests_waiting", "Requests that nothing was done for yet.", "kind")
+    running = family(GaugeMetricFamily, "requests_running", "Images and texts in progress.", "kind")
+    waiting = family(GaugeMetricFamily, "requests_waiting", "Requests that were not started yet.", "kind")
     running.add_metric(("image",), stats.images.num_running)
     waiting.add_metric(("image",), stats.images.num_waiting)
     waiting.add_metric(("wish",), stats.num_wishes)
@@ -51,37 +51,43 @@ def _queues(stats: EngineStats) -> Iterator[Metric]:
         running.add_metric(("text",), stats.texts.num_running)
         waiting.add_metric(("text",), stats.texts.num_waiting)
     yield from (running, waiting)
-    yield gauge("live_requests", "Requests accepted and not yet over.", stats.num_live)
+    yield gauge("live_requests", "Requests that were accepted and are not finished.", stats.num_live)
 
 
 def _work(stats: EngineStats) -> Iterator[Metric]:
     share = stats.share
     yield from _caches(stats.images)
-    busy = family(CounterMetricFamily, "busy_seconds", "Seconds of work.", "side")
-    shared = family(CounterMetricFamily, "shared_seconds", "Seconds of work while both sides wanted some.", "side")
+    busy = family(CounterMetricFamily, "busy_seconds", "Busy time of the engine, for images or texts.", "side")
+    shared = family(CounterMetricFamily, "shared_seconds", "Busy time while both images and texts had work.", "side")
     busy.add_metric(("images",), stats.images.busy_s)
     busy.add_metric(("texts",), 0.0 if stats.texts is None else stats.texts.busy_s)
     shared.add_metric(("images",), share.image_s)
     shared.add_metric(("texts",), share.text_s)
     yield from (busy, shared)
-    yield gauge("text_time_share", "What texts are to get of the time that both sides want.", share.share)
-    yield gauge("text_time_share_taken", "What they got of it.", share.text_share)
+    yield gauge(
+        "text_time_share", "Target share of texts in the busy time while both images and texts have work.", share.share
+    )
+    yield gauge(
+        "text_time_share_taken",
+        "Actual share of texts in the busy time while both images and texts had work.",
+        share.text_share,
+    )
 
 
 def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
     loaded = family(GaugeMetricFamily, "model_loaded", "Whether an image model is in memory.", "model")
     slots = family(GaugeMetricFamily, "batch_slots", "Batch slots for images in progress.", "model", "state")
-    loras = family(GaugeMetricFamily, "lora_sets", "Sets of adapters that are kept in memory.", "model")
-    lora_bytes = family(GaugeMetricFamily, "lora_bytes", "Bytes of adapters that are kept in memory.", "model")
-    painted = family(CounterMetricFamily, "images", "Images that are over.", "model", "outcome")
-    rows = family(CounterMetricFamily, "unet_rows", "Rows of the UNet, padding left out.", "model")
-    steps = family(CounterMetricFamily, "steps", "Ticks in which images got on.", "model")
-    busy = family(CounterMetricFamily, "model_busy_seconds", "Seconds of work by model.", "model")
+    loras = family(GaugeMetricFamily, "lora_sets", "LoRA combinations in memory.", "model")
+    lora_bytes = family(GaugeMetricFamily, "lora_bytes", "Bytes of LoRA weights in memory.", "model")
+    painted = family(CounterMetricFamily, "images", "Finished and failed images.", "model", "outcome")
+    rows = family(CounterMetricFamily, "unet_rows", "Batch rows computed by the UNet, without padding.", "model")
+    steps = family(CounterMetricFamily, "steps", "Engine ticks that ran a denoising step.", "model")
+    busy = family(CounterMetricFamily, "model_busy_seconds", "Busy time of the engine, by model.", "model")
     seconds = family(
-        HistogramMetricFamily, "denoise_step_seconds", "What steps of so many rows take that do nothing beside.",
+        HistogramMetricFamily, "denoise_step_seconds", "Duration of ticks that only denoise, by batch size.",
         "model", "batch_bucket",
     )  # fmt: skip
-    batches = family(HistogramMetricFamily, "batch_size", "Rows of a step.", "model")
+    batches = family(HistogramMetricFamily, "batch_size", "Batch rows per denoising step.", "model")
     for item in models:
         images = item.images
         loaded.add_metric((item.name,), float(item.is_loaded))
@@ -111,9 +117,9 @@ def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, 
 
 
 def _caches(images: ImageStats) -> Iterator[Metric]:
-    requests = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
-    bytes_ = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
-    evicted = family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
+    requests = family(CounterMetricFamily, "cache_requests", "Cache lookups, by result.", "cache", "result")
+    bytes_ = family(GaugeMetricFamily, "cache_bytes", "Bytes of images or latents in the cache.", "cache")
+    evicted = family(CounterMetricFamily, "cache_evictions", "Images or latents evicted from the cache.", "cache")
     for name, stats in (("image", images.results), ("latent", images.latents)):
         requests.add_metric((name, "hit"), stats.num_hits)
         requests.add_metric((name, "miss"), stats.num_misses)
@@ -124,28 +130,40 @@ def _caches(images: ImageStats) -> Iterator[Metric]:
 
 
 def _texts(texts: TextStats) -> Iterator[Metric]:
-    tokens = family(CounterMetricFamily, "llm_tokens", "Tokens of the language model.", "type")
+    tokens = family(CounterMetricFamily, "llm_tokens", "Tokens processed by the language model, by type.", "type")
     kinds = {"input": "prompt", "output": "output", "cached": "cached", "computed": "computed", "draft": "draft"}
     for kind, name in (kinds | {"accepted": "accepted"}).items():
         tokens.add_metric((kind,), getattr(texts, f"{name}_tokens"))
     yield tokens
-    yield counter("llm_preemptions", "Times that a text gave its pages back for an older one.", texts.preemptions)
-    yield gauge("llm_tokens_per_second", "Tokens said per second of work.", texts.tokens_per_s)
-    yield gauge("llm_prefix_hit_ratio", "Share of prompt tokens that had not to be computed.", texts.hit_rate)
-    yield gauge("llm_speculative_acceptance_ratio", "Share of draft tokens that were right.", texts.acceptance)
-    yield gauge("llm_entropy_mean_nats", "Nats per token said.", texts.mean_entropy)
+    yield counter(
+        "llm_preemptions", "Texts that were preempted to free KV cache pages for an older text.", texts.preemptions
+    )
+    yield gauge("llm_tokens_per_second", "Generated tokens per second of busy time.", texts.tokens_per_s)
+    yield gauge("llm_prefix_hit_ratio", "Share of prompt tokens read from the prefix cache.", texts.hit_rate)
+    yield gauge("llm_speculative_acceptance_ratio", "Share of draft tokens that were accepted.", texts.acceptance)
+    yield gauge("llm_entropy_mean_nats", "Mean entropy per generated token, in nats.", texts.mean_entropy)
 
 
 def _pages(pages: PageStats) -> Iterator[Metric]:
-    yield gauge("pool_pages", "Pages of the pool.", pages.num_pages)
-    yield gauge("pool_page_bytes", "Bytes of a page.", pages.page_bytes)
-    yield gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
+    yield gauge("pool_pages", "Pages of the KV cache pool.", pages.num_pages)
+    yield gauge("pool_page_bytes", "Bytes per page.", pages.page_bytes)
+    yield gauge("pool_free_pages", "Free pages.", pages.free_pages)
     held_pages = sum(item.held_pages for item in pages.tenants)
-    yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
-    in_use = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
+    yield gauge("kv_cache_usage_ratio", "Share of pages in use.", held_pages / max(1, pages.num_pages))
+    in_use = family(
+        GaugeMetricFamily, "pages", "Pages by tenant: in use (held) or cached for reuse (idle).", "tenant", "state"
+    )
     evicted = family(CounterMetricFamily, "pages_evicted", "Pages evicted for another request.", "tenant")
-    requests = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
-    ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
+    requests = family(
+        CounterMetricFamily,
+        "prefix_tokens",
+        "Tokens looked up in the prefix cache (asked) and found in it (found).",
+        "tenant",
+        "what",
+    )
+    ratio = family(
+        GaugeMetricFamily, "prefix_hit_ratio", "Share of looked-up tokens found in the prefix cache.", "tenant"
+    )
     for item in pages.tenants:
         in_use.add_metric((item.tenant, "held"), item.held_pages)
         in_use.add_metric((item.tenant, "idle"), item.idle_pages)

@@ -40,7 +40,7 @@ async def read_json(request: Request) -> bytes:
     The content type is required: pages of other origins cannot send it without a CORS preflight.
 
     Raises:
-        HttpError: The content type is not JSON, or the client hung up.
+        HttpError: The content type is not JSON, or the client closed the connection.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -119,7 +119,7 @@ async def _watch(request: Request, interrupted: Interruption) -> None:
 
 def hung_up() -> HttpError:
     """Return the error of a client that disconnected; only logs and metrics show it."""
-    return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
+    return HttpError(CLIENT_CLOSED_REQUEST, "the client closed the connection.", code="client_closed_request")
 
 
 def header_text(warnings: Sequence[str]) -> str:

@@ -79,29 +79,38 @@ class Metrics:
         self._registry.register(self._watched)
         self._add_answers()
         self._add_images()
-        self._requests = self._counter("engine_requests", "What the engine was asked for.", "kind", "outcome")
-        self._restarts = self._counter("engine_restarts", "Engines that were lost, and how.", "reason")
-        self._fallbacks = self._counter("rewrite_fallbacks", "Prompts left as they were, and why.", "reason")
-        of_texts = "llm_time_to_first_token_seconds", "From submit to the first token."
+        self._requests = self._counter(
+            "engine_requests", "Requests sent to the engine, by kind and outcome.", "kind", "outcome"
+        )
+        self._restarts = self._counter("engine_restarts", "Engine restarts, by reason.", "reason")
+        self._fallbacks = self._counter("rewrite_fallbacks", "Prompts that were not rewritten, by reason.", "reason")
+        of_texts = "llm_time_to_first_token_seconds", "Time from submission to the first token."
         self._ttft_s = self._histogram(*of_texts, TTFT_S, "kind")
-        of_texts = "llm_time_per_output_token_seconds", "Mean time of each later token of an answer."
+        of_texts = "llm_time_per_output_token_seconds", "Mean time per output token after the first."
         self._tpot_s = self._histogram(*of_texts, TPOT_S, "kind")
-        self._late_s = self._histogram("event_loop_lag_seconds", "How late the event loop came to a timer.", LAG_S)
-        description = "The same, without the time for which it had no core."
+        self._late_s = self._histogram("event_loop_lag_seconds", "Delay of event loop timers.", LAG_S)
+        description = "Delay of event loop timers, without the time in which the thread had no CPU core."
         self._blocked_s = self._histogram("event_loop_blocked_seconds", description, LAG_S)
-        description = "Mean entropy of the tokens of an answer."
+        description = "Mean entropy per token of a generated text."
         self._entropy = self._histogram("llm_entropy_nats", description, ENTROPY_NATS, "kind")
-        description = "A stage that stands apart, from hand-over to answer."
+        description = "Duration of a remote pipeline stage, from sending the input to receiving the output."
         self._stage_s = self._histogram("stage_seconds", description, SECONDS, "stage")
         self._stage_bytes = self._counter(
-            "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
+            "stage_bytes", "Bytes of conditioning, latents and images received from remote stages.", "stage"
         )
         for reason in LOSSES:  # reports zero counts from the start, so that rates can be computed
             self._restarts.labels(reason)
         for kind in ("text", "rewrite"):
             self._ttft_s.labels(kind)
             self._tpot_s.labels(kind)
-        self.watch("build_info", "Which versions these are; always 1.", _versions, "version", "torch", "diffusers")
+        self.watch(
+            "build_info",
+            "Versions of diffserve, torch and diffusers, as labels; always 1.",
+            _versions,
+            "version",
+            "torch",
+            "diffusers",
+        )
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
         """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
@@ -212,40 +221,57 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _add_answers(self) -> None:
-        self._answers = self._counter("requests", "Answers, by route and status.", "endpoint", "status", "outcome")
-        self._answer_s = self._histogram("request_duration_seconds", "From head to last byte.", SECONDS, "endpoint")
-        self._rejected = self._counter("requests_rejected", "Requests not worked on, and why.", "reason")
-        self._disconnects = self._counter("client_disconnects", "Clients that hung up, and when.", "phase")
-        self._streams = Gauge("diffserve_sse_clients", "Who reads events now.", registry=self._registry)
+        self._answers = self._counter(
+            "requests", "HTTP responses, by route and status.", "endpoint", "status", "outcome"
+        )
+        self._answer_s = self._histogram(
+            "request_duration_seconds",
+            "Time from the request headers to the last byte of the response.",
+            SECONDS,
+            "endpoint",
+        )
+        self._rejected = self._counter("requests_rejected", "Rejected requests, by reason.", "reason")
+        self._disconnects = self._counter("client_disconnects", "Client disconnects, by phase of the request.", "phase")
+        self._streams = Gauge("diffserve_sse_clients", "Clients connected to an event stream.", registry=self._registry)
         for reason in REJECTED.values():
             self._rejected.labels(reason)
         for phase in ("waiting", "answering"):
             self._disconnects.labels(phase)
 
     def _add_images(self) -> None:
-        self._pixels = self._counter("pixels", "Of the pictures painted.", "model")
-        self._queue_s = self._histogram("queue_wait_seconds", "From submit until work on it begins.", SECONDS, "model")
-        description = "From submit to the first preview of a request that wants some."
+        self._pixels = self._counter("pixels", "Pixels of the generated images.", "model")
+        self._queue_s = self._histogram(
+            "queue_wait_seconds", "Time from submission to the start of processing.", SECONDS, "model"
+        )
+        description = "Time from submission to the first preview, for requests with previews."
         self._preview_s = self._histogram("time_to_first_preview_seconds", description, SECONDS)
-        self._encode_s = self._histogram("text_encode_seconds", "Reading a picture's texts.", SECONDS, "model")
-        self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
-        self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
-        self._oom = self._counter("oom", "Pictures given up for want of memory.")
-        description = "Steps of images that were not delivered; steps shared by equal requests count for each."
+        self._encode_s = self._histogram(
+            "text_encode_seconds", "Duration of text encoding of an image.", SECONDS, "model"
+        )
+        self._denoise_s = self._histogram(
+            "denoise_seconds", "Duration of all denoising steps of an image.", SECONDS, "model"
+        )
+        self._decode_s = self._histogram(
+            "vae_decode_seconds", "Duration of decoding the latents of an image.", SECONDS, "model"
+        )
+        self._oom = self._counter("oom", "Images that failed because of insufficient memory.")
+        description = (
+            "Denoising steps of images that were not delivered; steps shared by equal requests count once per request."
+        )
         self._wasted = self._counter("steps_wasted", description, "reason")
-        self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
+        self._safety = self._counter("safety", "Decisions of the safety filter.", "stage", "decision")
         for reason in WASTES:
             self._wasted.labels(reason)
         for stage in ("prompt", "picture"):
             for decision in ("allowed", "blocked", "unavailable"):
                 self._safety.labels(stage, decision)
-        self._commit_s = self._histogram("db_commit_seconds", "What the store's commits took.", COMMIT_S)
-        description = "Pictures and texts given up since numbers were not finite, by where that was seen."
+        self._commit_s = self._histogram("db_commit_seconds", "Duration of database commits.", COMMIT_S)
+        description = "Images and texts that failed because of non-finite numbers, by stage."
         self._nonfinite = self._counter("nonfinite", description, "stage")
         for stage in (*NOT_FINITE, "text"):
             self._nonfinite.labels(stage)
         self._image_encode_s = self._histogram(
-            "image_encode_seconds", "Writing a finished picture as a file.", COMMIT_S
+            "image_encode_seconds", "Duration of encoding a finished image as a file.", COMMIT_S
         )
 
     def _count_image(self, result: ImageResult) -> None:
@@ -284,7 +310,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
     """Add ``GET /metrics``; ``ask`` raises EngineUnavailable if there is no engine."""
     turns = asyncio.Lock()
 
-    @app.get("/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse)
+    @app.get("/metrics", summary="Metrics in Prometheus format", response_class=PlainTextResponse)
     async def answer() -> Response:
         try:
             async with asyncio.timeout(ASK_S):
@@ -299,7 +325,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
 def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
     """Report commit times, the write-ahead log and unfinished batches."""
     database.tell_commit = metrics.observe_commit
-    description = "Of the log of writes beside the database."
+    description = "Size of the database's write-ahead log."
     metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
 
     def of_backlog(read: Callable[[BatchBacklog], dict[tuple[str, ...], float]]) -> Look:
@@ -312,11 +338,11 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
         return look
 
     by_status = of_backlog(lambda backlog: {(status,): float(count) for status, count in backlog.by_status.items()})
-    metrics.watch("batches", "Batches that are not over.", by_status, "status")
+    metrics.watch("batches", "Unfinished batches, by status.", by_status, "status")
     lines_left = of_backlog(lambda backlog: {(): float(backlog.lines_left)})
-    metrics.watch("batch_lines_left", "Lines of batches that are not done.", lines_left)
+    metrics.watch("batch_lines_left", "Unprocessed lines of unfinished batches.", lines_left)
     oldest_age_s = of_backlog(lambda backlog: {(): backlog.oldest_age_s})
-    metrics.watch("oldest_batch_age_seconds", "Of the oldest batch that is not over, 0 without one.", oldest_age_s)
+    metrics.watch("oldest_batch_age_seconds", "Age of the oldest unfinished batch; 0 if there is none.", oldest_age_s)
 
 
 class _Watched(Collector):

@@ -53,8 +53,8 @@ URL_BY_DEFAULT: Final = frozenset({"dall-e-2", "dall-e-3"})
 
 
 NO_LANGUAGE_MODEL: Final = (
-    "no language model is loaded; name one as [text] model in the configuration, or as DIFFSERVE_TEXT_MODEL: "
-    '"embedded" is the rewriter that ships inside.'
+    "no language model is loaded; set [text] model in the configuration, or DIFFSERVE_TEXT_MODEL "
+    '("embedded" is the included rewriter).'
 )
 
 
@@ -86,7 +86,7 @@ def find_model(
         several, writes = len(models) > 1, language is not None and name == language.model_id
         names = ", ".join(served)
         raise ModelNotFound(
-            f"{show(name)} writes texts; the image model{'s are' if several else ' is'} {names}."
+            f"{show(name)} is a language model; the image model{'s are' if several else ' is'} {names}."
             if writes
             else f"there is no model {show(name)}; {names} {'are served' if several else 'is loaded'}, "
             f"GET /v1/models lists {'all' if several else 'its'} names.",

@@ -47,7 +47,7 @@ UPLOAD: Final = "/upload"
 COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="1">
 <meta name="viewport" content="width=device-width"><title>diffserve</title></head>
 <body style="font-family: system-ui, sans-serif; margin: 3rem">
-<p>diffserve is starting; the page comes up by itself.</p></body></html>"""
+<p>diffserve is starting; this page reloads automatically.</p></body></html>"""
 
 CODES: Final = {403: "file_not_allowed", 413: "body_too_large", 416: "invalid_range", 422: "invalid_value"}
 """Codes of the page's error answers, by status."""
@@ -127,7 +127,7 @@ class PageRoute(BaseRoute):
             coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
             await coming(scope, receive, send)
         else:
-            await reply_to(EngineUnavailable("the page is not up; please try again in a moment.")).response(
+            await reply_to(EngineUnavailable("the web page is not available; please try again in a moment.")).response(
                 scope, receive, send
             )
 
@@ -176,7 +176,7 @@ class _ErrorFilter:
         if self._status < 400:
             return None
         if self._status == 503:
-            return EngineUnavailable("the page is closing.")
+            return EngineUnavailable("the server is shutting down.")
         if self._status >= 500:
             return DiffserveError(OUR_MISTAKE)
         if self._status in (404, 405):

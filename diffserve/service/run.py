@@ -135,7 +135,9 @@ def bind(config: ServeConfig) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except UnicodeError:
-        raise ConfigError(f"host is {config.host[:80]!r}; that is no name of a machine.", param="host") from None
+        raise ConfigError(
+            f"host is {config.host[:80]!r}, which is not a valid host name or address.", param="host"
+        ) from None
     except OSError as error:
         is_lookup = isinstance(error, socket.gaierror) or error.errno is None
         reason = error.strerror if is_lookup else os.strerror(error.errno or 0)
@@ -226,7 +228,11 @@ class _Server:
             for path in engine.models[0].unet_paths[:1]:
                 self._print_line(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
             for other in engine.models[1:]:
-                at = f"loaded when asked for, {other.info.weights_bytes / 1e6:,.0f} MB" if other.info else other.problem
+                at = (
+                    f"loaded on the first request, {other.info.weights_bytes / 1e6:,.0f} MB"
+                    if other.info
+                    else other.problem
+                )
                 self._print_line(f"{other.name}: {at}")
 
     async def _open_page(self) -> None:

@@ -29,7 +29,7 @@ STOPPED_S: Final = 5.0
 """Seconds after which a stopped process is abandoned, even if ``safety_timeout_s`` is longer."""
 
 LOOK_EVERY_S: Final = 0.5
-SAID_OF_PICTURE: Final = "the safety filter withholds the picture; ask for something else."
+SAID_OF_PICTURE: Final = "the safety filter blocked the image; change the prompt."
 
 log = logging.getLogger("diffserve.media.safety")
 
@@ -102,7 +102,7 @@ class Safety:
         for field, text in texts.items():
             question = SafetyQuestion(text, is_negative=field.endswith("negative_prompt"))
             if self.judges_prompts and text.strip() and self._judge("prompt", question):
-                message = f"the safety filter does not allow the {field.replace('_', ' ')}; ask for something else."
+                message = f"the safety filter does not allow the {field.replace('_', ' ')}; change it."
                 raise ModerationBlocked(message, param=field)
 
     def check(self, result: ImageResult) -> None:
@@ -134,7 +134,7 @@ class Safety:
                 self._send(encode(question), deadline_s)
                 answer = self._receive(deadline_s)
                 if not isinstance(answer, Judgement):
-                    raise _LostError("it answered something else")
+                    raise _LostError("it sent an unexpected message")
             except (OSError, ValueError, _LostError) as error:
                 is_loading = isinstance(error, TimeoutError) and self._ready is None
                 if not (is_loading and time.monotonic() - self._begun_s < self._startup_s):
@@ -154,7 +154,7 @@ class Safety:
 
     def _accept(self, ready: SafetyMessage) -> None:
         if not isinstance(ready, FilterReady):
-            raise _LostError("it answered something else")
+            raise _LostError("it sent an unexpected message")
         self._ready, self.judges_prompts = ready, ready.judges_prompts
 
     def _start_process(self) -> None:
@@ -232,7 +232,9 @@ class _LostError(Exception):
 
 
 def _unavailable() -> EngineUnavailable:
-    message = "the safety filter gives no answer, and without it nothing is delivered; please try again in a moment."
+    message = (
+        "the safety filter does not respond, and images are not returned without it; please try again in a moment."
+    )
     error = EngineUnavailable(message, retry_after_s=RETRY_AFTER_S)
     error.code = CODE
     return error

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EVENT_EVERY: Final = 10
 """Interval, in steps, of the events in a denoising span."""
 
-MISSING: Final = "OTEL_ variables ask for them, and the packages are not installed: pip install 'diffserve[otel]'"
+MISSING: Final = "OTEL_ variables are set, but the packages are not installed: pip install 'diffserve[otel]'"
 OTLP: Final = "http/protobuf"
 HEADER_NAMES: Final = ("traceparent", "tracestate")
 
@@ -207,7 +207,7 @@ def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool
     name, exporter = kind.lower(), env.get(f"OTEL_{kind}_EXPORTER", "").strip().lower()
     places = (f"OTEL_EXPORTER_OTLP_{kind}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if exporter not in ("", "otlp", "none"):
-        reason = f"OTEL_{kind}_EXPORTER is {exporter[:40]!r}; otlp is what there is"
+        reason = f"OTEL_{kind}_EXPORTER is {exporter[:40]!r}; only otlp is supported"
         log.warning(f"no {name}", extra={"reason": reason})
     is_wanted = exporter == "otlp" or (not exporter and any(env.get(place) for place in places))
     if not is_wanted or env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -215,7 +215,7 @@ def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool
     spoken = env.get(f"OTEL_EXPORTER_OTLP_{kind}_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP
     if spoken != OTLP:
         reason_ = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; {name} are sent as {OTLP}"
-        log.warning(f"{name} go another way", extra={"reason": reason_})
+        log.warning(f"{name} use another protocol", extra={"reason": reason_})
     return True
 
 
@@ -259,12 +259,14 @@ class GenAiMetrics:
                 f"gen_ai.{name}", unit, description, explicit_bucket_boundaries_advisory=list(bounds)
             )
 
-        self._duration = histogram("server.request.duration", "s", "Of a request, from queue to end.", DURATIONS_S)
-        description = "From submit to the first token."
+        self._duration = histogram(
+            "server.request.duration", "s", "Duration of a request, including its time in the queue.", DURATIONS_S
+        )
+        description = "Time from submission to the first token."
         self._first_token = histogram("server.time_to_first_token", "s", description, FIRST_TOKEN_S)
-        description = "Mean time of each later token."
+        description = "Mean time per output token after the first."
         self._a_token = histogram("server.time_per_output_token", "s", description, A_TOKEN_S)
-        self._tokens = histogram("client.token.usage", "{token}", "Read, and said, in a request.", TOKENS)
+        self._tokens = histogram("client.token.usage", "{token}", "Input and output tokens of a request.", TOKENS)
         self._begun: dict[str, tuple[float, dict[str, str]]] = {}
 
     @classmethod

@@ -156,7 +156,7 @@ def load_settings(
         raise ConfigError(f"two models are called {duplicate!r}; give one of them another name: --model NAME=PATH.")
     if settings.engine.device_map != "none" and len(settings.serve.devices) > 1:
         raise ConfigError(
-            "device_map: one model cannot use all GPUs while each has its own engine; leave out devices or device_map.",
+            "device_map: one model cannot use all GPUs while each has its own engine; omit devices or device_map.",
             param="device_map",
         )
     return msgspec.structs.replace(settings, models=tuple(further_models))
@@ -196,7 +196,7 @@ def _further_model(name: str | None, value: _Value, inherited: dict[str, _Value]
     entries = {"path": value.raw} if isinstance(value.raw, str) else value.raw
     where = f"{value.origin}: {MODELS}.{name}" if name and value.origin != "--model" else value.origin
     if name and not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: a model's name is of letters, digits, dots, hyphens and underscores.")
+        raise ConfigError(f"{where}: a model name may have letters, digits, dots, hyphens and underscores only.")
     if not isinstance(entries, dict) or not isinstance(entries.get("path"), str):
         raise ConfigError(f"{where} is {value.raw!r}; give a path, or a table with a path and other keys of [model].")
     for key in entries:
@@ -298,9 +298,9 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
             raise problem(key, f"{key} is {folder!r}; there is no such folder.")
     sides = [side for size in model.good_sizes for side in size]
     if min(sides, default=1) < 1:
-        raise problem("good_sizes", f"good_sizes holds a side of {min(sides)} px; every side must be 1 px or more.")
+        raise problem("good_sizes", f"good_sizes has a side of {min(sides)} px; every side must be 1 px or more.")
     if model.max_side_px < max(sides, default=1):
-        raise problem("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes holds a side of {max(sides)} px.")
+        raise problem("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes has a side of {max(sides)} px.")
 
 
 def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:

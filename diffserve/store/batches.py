@@ -127,7 +127,7 @@ class Batches:
             connection.execute("BEGIN IMMEDIATE")
             query = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"
             if connection.execute(query, (owner,)).fetchone()[0] >= MAX_UNFINISHED:
-                message = f"{MAX_UNFINISHED} batches are unfinished, the most allowed; wait for one or cancel it."
+                message = f"{MAX_UNFINISHED} batches are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_batches")
             insert_row(connection, "batches", batch)
         return batch

@@ -183,12 +183,12 @@ class Files:
         query = "SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?"
         num_files, stored_bytes = connection.execute(query, (owner,)).fetchone()
         if num_files >= MAX_FILES:
-            message = f"{num_files} files are stored already, the most allowed; delete some."
+            message = f"{num_files} files are stored already, which is the limit; delete some."
             raise InvalidRequest(message, param="file", code="too_many_files")
         if stored_bytes + num_bytes > self.max_bytes:
             usage = f"the stored files take {stored_bytes} bytes of {self.max_bytes}"
             raise InvalidRequest(
-                f"{usage}, and {num_bytes} more do not fit; delete some.", param="file", code="files_full"
+                f"{usage}, and {num_bytes} more exceed the limit; delete some.", param="file", code="files_full"
             )
 
 

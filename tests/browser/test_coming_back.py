@@ -81,17 +81,17 @@ def start_both(there: Visit) -> None:
 def expect_both_lost(there: Visit, cable: Cable) -> None:
     """Check that lost work is reported in its tab and can be started again after the restart."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
-    there.expect_text("exp-status", "lost with the server; press Run")
+    there.expect_text("exp-status", "lost when the server stopped; press Run")
     cable.pull_out()  # like a server that is briefly too busy to answer
     there.expect_text("exp-status", "connection lost")
     cable.plug_in()
-    there.expect_text("exp-status", "lost with the server; press Run")
+    there.expect_text("exp-status", "lost when the server stopped; press Run")
     expect(there.part("exp-stop")).to_be_hidden()
     there.expect_text("exp-estimate", r"about \d+ (s|min)")
     expect(there.field("exp-steps")).to_have_value("2, 1000")
     there.page.get_by_role("tab", name="Create").click()
     there.until_rested()
-    there.expect_caption("lost with the server; press Generate")
+    there.expect_caption("lost when the server stopped; press Generate")
     expect(there.field("prompt")).to_have_value("an owl")
     there.set_advanced(steps=4)
     there.paint()

@@ -27,6 +27,7 @@ from diffserve.api.errors import (
 from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.errors import ErrorObject, error_of
 from diffserve.client.images import image_reader
+from diffserve.client.stored import batch_lines
 from diffserve.client.texts import ChatReader
 from diffserve.client.transport import EventParser
 
@@ -229,3 +230,21 @@ def test_a_long_event_in_small_chunks_is_parsed_in_linear_time() -> None:
         events += parser.feed(stream[at : at + 1000])
     assert events == [data]
     assert time.thread_time() - started_s < 1.0  # quadratic parsing takes more than four seconds
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_json_lacks_are_refused_before_the_request(value: float) -> None:
+    with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(InvalidRequest, match="guidance_scale must be a finite number") as caught:
+            client.generate("a fox", guidance_scale=value)
+        assert caught.value.param == "guidance_scale"
+        with pytest.raises(InvalidRequest, match=r"guidance_interval\[1\] must be a finite number"):
+            client.generate_stream("a fox", guidance_interval=(0.0, value))
+        with pytest.raises(InvalidRequest, match=r"loras\[0\]\.scale must be a finite number"):
+            client.edit("a fox", b"", loras=[{"name": "ink", "scale": value}])
+        with pytest.raises(InvalidRequest, match="strength must be a finite number"):
+            client.edit_stream("a fox", b"", strength=value)
+        with pytest.raises(InvalidRequest, match="temperature must be a finite number"):
+            client.chat("hello", temperature=value)
+    with pytest.raises(InvalidRequest, match=r"body\.eta must be a finite number"):
+        batch_lines([{"prompt": "a fox", "eta": value}])

@@ -145,7 +145,7 @@ def test_scaling_continues_after_an_error_and_logs_it(
 
     with caplog.at_level(logging.ERROR, "diffserve.cluster"):
         run(work)
-    assert [record.getMessage() for record in caplog.records] == ["scaling failed; it is tried again"] * 3
+    assert [record.getMessage() for record in caplog.records] == ["scaling failed; it will be retried"] * 3
 
 
 def test_requests_of_a_lost_replica_restart_with_their_seed_unless_they_are_streamed() -> None:

@@ -38,7 +38,7 @@ def test_a_file_overrides_some_defaults(tmp_path: Path) -> None:
         ("[replicas]\ncpus = -1.0", "replicas.cpus is -1.0"),
         ("[replicas]\nmax = 'two'", "replicas.max"),
         ("[scaling]\nrows_per_replica = 0", "scaling.rows_per_replica is 0"),
-        ("[decode]\nmax = 2", "[decode] has no meaning while stages.together is true; set it to false."),
+        ("[decode]\nmax = 2", "[decode] has no effect while stages.together is true; set stages.together to false."),
         ("[stages]\ntogether = false\n[encode]\nmin = 2", "encode.min is 2; it must be between 0 and max, 1."),
         ("[stages]\ntogether = false\n[decode]\ngpus = -0.5", "decode.gpus is -0.5; it must be 0 or more."),
         ("max = ", "is not valid TOML"),
@@ -208,7 +208,7 @@ def test_a_waiting_front_gets_the_folder_when_the_other_ends(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         with state.locked():
             taken = pool.submit(take)
-            with pytest.raises(ConfigError, match="a cluster is up in"), StateFile(tmp_path).locked():
+            with pytest.raises(ConfigError, match="a cluster is running in"), StateFile(tmp_path).locked():
                 pass
             assert not taken.done()
         assert taken.result()

@@ -21,10 +21,10 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"num_steps": 1001}, "num_inference_steps", r"num_steps is 1001; this model takes at most 1000"),
+        ({"num_steps": 1001}, "num_inference_steps", r"num_steps is 1001; this model allows at most 1000"),
         ({"width_px": 60}, "size", r"width is 60 px; it must be a multiple of 8: try 56 or 64"),
         ({"height_px": 5}, "size", r"height is 5 px; it must be a multiple of 8: try 8\."),
-        ({"width_px": 100000, "height_px": 8}, "size", r"width is 100000 px; this model paints at most 128 px"),
+        ({"width_px": 100000, "height_px": 8}, "size", r"width is 100000 px; this model allows at most 128 px"),
         ({"sampler": "eular"}, "sampler", r"'eular', which is not known. Did you mean 'euler'\? Known are ddim, ddpm"),
         ({"spacing": "sideways"}, "spacing", r"sideways"),
         ({"sigma_schedule": "crooked"}, "spacing", r"crooked"),
@@ -32,12 +32,12 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
         (
             {"init_image": SQUARE, "width_px": 96},
             "image",
-            r"the image is 64x64 px, the picture 96x64; resize the image",
+            r"the image is 64x64 px, the generated image 96x64; resize the image",
         ),
         ({"init_image": SQUARE, "mask_image": SQUARE}, "mask", r"the mask has 3 channel\(s\); it must have 1"),
         ({"init_image": MASK}, "image", r"the image has 1 channel\(s\); it must have 3"),
         ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"between 0 and 9223372036854775806, for the last of 2"),
-        ({"negative_prompt": "\ud800"}, "negative_prompt", r"holds half of a character"),
+        ({"negative_prompt": "\ud800"}, "negative_prompt", r"has a lone surrogate"),
     ],
 )
 def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param: str, says: str) -> None:
@@ -91,8 +91,8 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
         ({"sampler": "euler", "eta": 0.5}, "eta 0.5 has no meaning for euler"),
         ({"sampler": "ddpm_large", "num_steps": 10}, "ddpm_large at 10 steps leaves much noise"),
         ({"token_merging": 0.5}, "token_merging has no effect: it was removed in 0.2"),
-        ({"guidance_scale": 0.5}, "guidance_scale 0.5 is painted as 1, which is no guidance"),
-        ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no meaning without guidance"),
+        ({"guidance_scale": 0.5}, "guidance_scale 0.5 was replaced by 1, which means no guidance"),
+        ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no effect without guidance"),
         ({"seed": 7 + 2**32}, "4294967303 paints what 7 paints"),
         ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 paints what 0 paints"),
     ],

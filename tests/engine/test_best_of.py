@@ -90,16 +90,16 @@ def test_who_cannot_be_scored_is_not_missed_until_too_few_are_left(make_engine: 
 
 def test_what_cannot_be_chosen_is_refused_in_a_sentence(make_engine: MakeEngine) -> None:
     for num, best in ((3, 2), (1, 11), (1, 0)):
-        with pytest.raises(InvalidRequest, match=f"best_of is {best}; paint at least the {num} that are kept, at most"):
+        with pytest.raises(InvalidRequest, match=f"best_of is {best}; give at least n, which is {num}, and at most"):
             GenerationRequest(prompt="a fox", num_images=num, best_of=best)
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match=r"best_of is 2; no scorer is loaded to choose by: leave it out, or set"):
+    with pytest.raises(InvalidRequest, match=r"best_of is 2; no scorer is loaded: leave it out, or set"):
         engine.submit(GenerationRequest(prompt="a fox", best_of=2))
     scores = ImageScores(CheckerScorer())
-    with pytest.raises(InvalidRequest, match="the checker reads images of at most 256 px a side, not 512x512"):
+    with pytest.raises(InvalidRequest, match="the checker reads images of at most 256 px per side, not 512x512"):
         scores.check(GenerationRequest(prompt="a fox", best_of=2), 512, 512)
     [warning] = scores.check(GenerationRequest(prompt="a zeppelin", best_of=2), 128, 128)
-    assert "chosen by clarity alone" in warning
+    assert "chosen by clarity only" in warning
     assert "zeppelin" in warning
     assert scores.check(GenerationRequest(prompt="a fox", best_of=2), 128, 128) == ()
 
@@ -151,9 +151,9 @@ def test_a_model_names_its_scorer_or_says_what_is_wrong_with_it(
     assert all(abs(result.score or 9.0) <= 1.0 for result in results)
     with pytest.raises(ModelNotFound, match=r"there is no scorer at .*; model.scorer names"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ModelLoadError, match="a scorer is a whole CLIPModel"):
+    with pytest.raises(ModelLoadError, match="a scorer must be a complete CLIPModel"):
         load(path / "text_encoder")
-    with pytest.raises(ModelLoadError, match="the checker chooses pictures of the embedded model's world"):
+    with pytest.raises(ModelLoadError, match="the checker only scores images of the embedded model"):
         load("checker")
     spoilt = tmp_path / "spoilt"
     spoilt.mkdir()
@@ -161,5 +161,5 @@ def test_a_model_names_its_scorer_or_says_what_is_wrong_with_it(
         (spoilt / file.name).write_bytes(file.read_bytes())
     prepared = json.loads((spoilt / "preprocessor_config.json").read_text())
     (spoilt / "preprocessor_config.json").write_text(json.dumps(prepared | {"crop_size": 16}))
-    with pytest.raises(ModelLoadError, match=r"makes pictures of \(16, 16\); the model looks at 32x32"):
+    with pytest.raises(ModelLoadError, match=r"prepares images of \(16, 16\), but the model reads 32x32"):
         load(spoilt)

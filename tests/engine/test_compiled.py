@@ -244,7 +244,7 @@ def test_warm_proves_what_it_has_just_compiled(
         "model.dtype": Flag("--dtype", "float32"),
     }
     assert warm.run(load_settings(model=str(directory), flags=flags, env={}), ["64x64"]) == 0
-    assert "64x64: used from now on" in capsys.readouterr().out
+    assert "64x64: used from the next start" in capsys.readouterr().out
 
 
 @slow

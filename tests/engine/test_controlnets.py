@@ -208,28 +208,29 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         (controlled(Control("cut")), "is not a complete safetensors file"),
         (controlled(Control("pickle")), "is a pickle file"),
         (controlled(Control("union")), "config.json is of a ControlNetUnionModel; diffserve builds ControlNetModel"),
-        (controlled(Control("bare")), "for conditional rows alone"),
+        (controlled(Control("bare")), "for conditional rows only"),
         (
             controlled(Control("edges", preprocessor="openpose")),
             "preprocessor is 'openpose'; there are none, canny",
         ),
         (
             controlled(Control("edges"), control_images=(control_map(0, 64, 72),)),
-            "edges' is 64x72 px, the picture",
+            "edges' is 64x72 px, the generated image",
         ),
-        (controlled(Control("edges"), cache_interval=2), "ControlNets need every step in full"),
+        (controlled(Control("edges"), cache_interval=2), "it cannot be combined with ControlNets"),
     ):
         with pytest.raises(InvalidRequest, match=message) as refused:
             engine.submit(request)
         assert refused.value.param in ("controlnets", "cache_interval")
         assert str(tmp_path) not in refused.value.message
     for size, resized, message in (
-        ((128, 128), False, "64x64 px, or ask for size 128x128, or for it to be resized (resize)."),
+        ((128, 128), False, "64x64 px, or ask for size 128x128, or set resize."),
         ((64, 72), False, "64x64 px, or ask for size 64x72."),
-        ((64, 72), True, "that aspect: resizing keeps it."),
+        ((64, 72), True, "that aspect ratio: resizing keeps it."),
     ):
         error_message = (
-            f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the picture 64x64 px; give one of {message}"
+            f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the generated image 64x64 px; give one of "
+            f"{message}"
         )
         with pytest.raises(InvalidRequest) as refused:
             engine.generate(controlled(Control("edges", resize=resized), control_images=(control_map(0, *size),)))
@@ -242,9 +243,9 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     ):
         with pytest.raises(InvalidRequest, match=message):
             Control(name, *fields)
-    with pytest.raises(InvalidRequest, match="5 ControlNets are asked for at once"):
+    with pytest.raises(InvalidRequest, match="5 ControlNets are given"):
         controlled(*[Control("edges")] * 5)
-    with pytest.raises(InvalidRequest, match="1 ControlNets are asked for with 2 pictures"):
+    with pytest.raises(InvalidRequest, match="1 ControlNets are requested with 2 images"):
         controlled(Control("edges"), control_images=(control_map(0), control_map(1)))
     assert engine.num_live == 1
     events = [event for event in engine.events() if event.request_id == neighbour]

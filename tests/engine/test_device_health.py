@@ -89,7 +89,7 @@ def test_a_sticky_error_leaves_the_engine_and_a_passing_one_fails_its_picture(
     engine.warm_up()
     probe = DeviceProbe(engine.model)
     breaks(engine, monkeypatch, "unet.error@1, unet.sticky@8")
-    with pytest.raises(DiffserveError, match="a fault on purpose"):
+    with pytest.raises(DiffserveError, match="an injected fault"):
         engine.generate(GenerationRequest(prompt="x", diffusion=DiffusionParams(num_steps=1, guidance_scale=1.0)))
     probe.check()
     assert len(engine.generate(small())) == 1
@@ -104,7 +104,7 @@ def test_a_trial_call_finds_out_a_device_that_fails_in_words_of_its_own(
     assert probe.is_of_use
     probe.check()
     breaks(engine, monkeypatch, "unet.broken@1")
-    with pytest.raises(DeviceLost, match="for good"):
+    with pytest.raises(DeviceLost, match="permanent fault"):
         probe.check()
 
 

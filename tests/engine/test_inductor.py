@@ -93,7 +93,7 @@ def test_a_missing_compiler_is_named(tools: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CXX", "my-compiler -v")
     for device in (CPU, CUDA):
         assert missing_tools(device) == (
-            "the C++ compiler 'my-compiler' was not found; install one, or name yours in CXX"
+            "the C++ compiler 'my-compiler' was not found; install one, or set CXX to another one"
         )
 
 
@@ -251,5 +251,5 @@ def test_the_signal_that_ended_a_compiler_is_named() -> None:
     os.kill(process._process.pid, signal.SIGSEGV)
     code = process.exit_code(60.0)
     assert code == -signal.SIGSEGV
-    assert process.last_line(code) == "the compiler's process was ended by SIGSEGV"
+    assert process.last_line(code) == "the compiler process was killed by SIGSEGV"
     process.close()

@@ -121,9 +121,9 @@ def test_a_request_that_cannot_use_cached_latents_is_refused_with_the_reason(mak
         (
             make_engine(),
             make_request(similarity_threshold=0.9),
-            "similarity_threshold is 0.9; no latents are kept here",
+            "similarity_threshold is 0.9; this server has no latent cache",
         ),
-        (make_engine(latent_cache_bytes=ROOM), make_request(init_image=init_image()), "for pictures from text alone"),
+        (make_engine(latent_cache_bytes=ROOM), make_request(init_image=init_image()), "only for text-to-image"),
     ):
         with pytest.raises(InvalidRequest, match=why) as refused:
             engine.generate(request)

@@ -51,7 +51,9 @@ def test_latents_match_diffusers_in_a_batch_with_different_size_conditioning(
 
 
 def test_a_model_without_size_conditioning_reports_it(make_engine: MakeEngine) -> None:
-    with pytest.raises(InvalidRequest, match="is told no sizes; micro_conditioning is SDXL's: leave it out") as no:
+    with pytest.raises(
+        InvalidRequest, match="has no size conditioning; micro_conditioning is only for SDXL: leave it out"
+    ) as no:
         make_engine("sd15").submit(image_request("sd15", "ddim", seed=5, micro_conditioning=HALF))
     assert no.value.param == "micro_conditioning"
 

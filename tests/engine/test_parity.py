@@ -109,7 +109,7 @@ def test_a_skipped_layer_changes_its_picture_alone(
         assert result.latents is not None
         assert np.abs(result.latents.array - expected).max() < TOLERANCE
     assert "Clip skip: 2" in write_infotext(results[0], width_px=64, height_px=64)
-    with pytest.raises(InvalidRequest, match=r"clip_skip is 4; the text encoders of .* take 1 to 3"):
+    with pytest.raises(InvalidRequest, match=r"clip_skip is 4; .* allows 1 to 3"):
         engine.submit(image_request("sd15", "ddim", seed=8, clip_skip=4))
 
 
@@ -129,7 +129,7 @@ def test_rescaled_guidance_is_that_of_diffusers(make_engine: MakeEngine, tiny_mo
     [plain] = engine.generate(
         image_request("sd15", "ddim", seed=8, num_steps=1, guidance_scale=1.0, guidance_rescale=0.5)
     )
-    assert "guidance_rescale has no meaning without guidance." in plain.warnings
+    assert "guidance_rescale has no effect without guidance." in plain.warnings
 
 
 def test_a_wide_picture_is_that_of_diffusers(make_engine: MakeEngine, tiny_model: Callable[[str], Path]) -> None:
@@ -191,8 +191,8 @@ def test_a_latent_consistency_model_gets_guidance_as_in_diffusers(
     warnings = engine.generate(image_request("sd15", "lcm", seed=3, num_steps=1, guidance_interval=(0.0, 0.5)))[
         0
     ].warnings
-    assert any("is told guidance as a number" in warning for warning in warnings)
-    assert any("the negative prompt has no meaning without guidance" in warning for warning in warnings)
+    assert any("takes the guidance scale as an input" in warning for warning in warnings)
+    assert any("the negative prompt has no effect without guidance" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("scheduler", sorted(CONTINUOUS))

@@ -59,7 +59,7 @@ def test_an_image_whose_preview_fails_is_painted_all_the_same(
     kinds = [type(event) for event in engine.stream(request)]
     assert ImageFinished in kinds
     assert Preview not in kinds
-    assert "no previews in this tick: they raised RuntimeError" in caplog.text
+    assert "no previews in this tick: decoding them raised RuntimeError" in caplog.text
     [plain] = make_engine(max_rows=2).generate(wishes(1))
     [unseen] = engine.generate(wishes(1))
     assert unseen.picture == plain.picture

@@ -193,7 +193,7 @@ def test_the_command_says_what_is_left_and_refuses_what_it_cannot_do(
         return int(str(stop.value.code)), cli_output.out + cli_output.err
 
     assert run("--heads", "1.5")[1] == "diffserve: heads is 1.5; it must lie between 0.0 and 0.9.\n"
-    assert "cut nothing" in run()[1]
+    assert "remove nothing" in run()[1]
     assert "exists, and nothing is overwritten" in run("--heads", "0.5", output=tmp_path)[1]
     assert "/proc/x cannot be written: " in run("--heads", "0.5", output=Path("/proc/x"))[1]
     assert not list(tmp_path.iterdir())

@@ -289,7 +289,7 @@ def test_vae_may_be_a_file_by_itself_in_either_layout(
     save_file({"x": torch.zeros(1)}, tmp_path / "none.safetensors")
     for name, message in (
         ("half", r"'decoder.conv_in.weight' .* is missing from"),
-        ("none", "is no VAE in the original"),
+        ("none", "is not a VAE in the original"),
     ):
         with pytest.raises(ModelLoadError, match=message):
             paint(folder, {"DIFFSERVE_MODEL_VAE": str(tmp_path / f"{name}.safetensors")})

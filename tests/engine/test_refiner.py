@@ -189,7 +189,7 @@ def test_what_is_no_refiner_is_refused_in_a_sentence(
     kind: str, problem: str, tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("sd15")
-    with pytest.raises(ModelLoadError, match=f"cannot refine what this model paints: .*{problem}"):
+    with pytest.raises(ModelLoadError, match=f"cannot refine images of this model: .*{problem}"):
         load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model(kind)))
 
 
@@ -221,4 +221,4 @@ def test_where_to_switch_is_checked_and_what_is_shared_is_held_once(
     assert [entry.component for entry in ensemble.memory_report() if "refiner" in entry.component] == ["refiner unet"]
     [base_result] = engine_of(ensemble).generate(image_request("sdxl", "euler", seed=1, num_steps=2, switch_at=1.0))
     assert base_result.refiner == ""
-    assert "switch_at 1 leaves the refiner none of 2 steps." in base_result.warnings
+    assert "switch_at 1 leaves no steps of 2 to the refiner." in base_result.warnings

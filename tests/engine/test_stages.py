@@ -215,7 +215,7 @@ def test_a_prompt_that_nobody_can_rewrite_says_so_after_all_stages(stages: Calla
     (encoded,) = collect_events(of["encode"], EncodeRequest(generation=request))
     assert isinstance(encoded, TextsEncoded)
     assert encoded.prompt == request.prompt
-    assert encoded.warnings == ("no language model is loaded, so the prompt was painted as it is.",)
+    assert encoded.warnings == ("no language model is loaded, so the prompt was used as it is.",)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_is_no_tensor_does_not_travel(value: tuple[str, tuple[int, ...], by
 def test_no_more_tensors_travel_than_a_prompt_may_have() -> None:
     tensor = TensorValue("float32", (1,), bytes(4))
     assert Encodings(base={bytes([place]): tensor for place in range(200)}).num_bytes == 800
-    with pytest.raises(InvalidRequest, match="257 tensors; at most 256 are taken"):
+    with pytest.raises(InvalidRequest, match="257 tensors; at most 256 are allowed"):
         Encodings(base={place.to_bytes(2, "big"): tensor for place in range(257)})
 
 

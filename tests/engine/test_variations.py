@@ -111,10 +111,10 @@ def test_an_omitted_variation_seed_is_drawn_and_reported(make_engine: MakeEngine
     assert drawn[0].picture != drawn[1].picture
     assert engine.generate(varied(7, drawn[0].variation_seed, 0.3))[0].picture == drawn[0].picture
     [plain] = engine.generate(varied(7, 4, 0.0))
-    assert "variation_seed changes nothing without variation_strength." in plain.warnings
+    assert "variation_seed has no effect without variation_strength." in plain.warnings
     assert seeds_of(plain) == (7, None)
     [far] = engine.generate(varied(7, 2**32 + 1, 0.3))
-    assert f"seeds from {2**32} on repeat the smaller ones: {2**32 + 1} paints what 1 paints." in far.warnings
+    assert f"seeds of {2**32} or more repeat smaller ones: {2**32 + 1} gives the same image as 1." in far.warnings
 
 
 def test_known_pictures_are_known_by_both_seeds(make_engine: MakeEngine) -> None:

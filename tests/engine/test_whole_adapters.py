@@ -447,7 +447,7 @@ def test_dora_over_offloaded_weights_is_refused_and_other_whole_changes_are_serv
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({f"lora_unet_{flat_name(BLOCK)}_attn1_to_q.diff_b": (32,)}, "changes a bias, and its layer has none"),
+        ({f"lora_unet_{flat_name(BLOCK)}_attn1_to_q.diff_b": (32,)}, "changes a bias, but its layer has no bias"),
         ({"lora_unet_conv_in.diff_b": (31,)}, r"a difference \[31\] does not fit a bias \[32\]"),
         ({"lora_unet_conv_in.diff": (32, 4, 3, 1)}, "does not fit a weight"),
         ({"lora_unet_conv_norm_out.w_norm": (16,)}, r"a difference \[16\] does not fit a weight \[32\]"),

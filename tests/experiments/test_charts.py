@@ -109,7 +109,7 @@ def test_seconds_have_a_front_and_its_knee_is_named() -> None:
     assert "its knee: DDIM with 10 steps" in knee_sentence(charts, NAMES)
     for svg in svgs(figure_html(charts)):
         texts = [text.text for text in svg.iter("text")]
-        assert "seconds of one picture (numbers: steps)" in texts
+        assert "seconds per image (numbers: steps)" in texts
 
 
 def test_equal_curves_and_dots_are_visible_below_each_other() -> None:

@@ -49,8 +49,8 @@ def test_what_the_papers_say_is_found_where_the_data_say_it() -> None:
         "DDIM is ahead of DDPM at 5, 10 and 20 steps",
         "DDPM gains far more than DDIM from 10 to 100 steps",
         "DPM++ 2M with 10 steps is within noise of DDIM with 20 and 100, or ahead of it",
-        "With the same seed DDIM at 20 steps is close to its converged picture, DDPM is not",
-        "The pictures that DDIM converges to are as good as those of DDPM with 100 steps",
+        "With the same seed DDIM at 20 steps is close to its converged image, and DDPM is not",
+        "The images that DDIM converges to are as good as those of DDPM with 100 steps",
     ]
     assert {finding.verdict for finding in results} == {AS_EXPECTED}
 
@@ -75,7 +75,7 @@ def test_more_but_not_far_more_is_in_part() -> None:
     shares = PAPERS | {("ddim", 10): 0.5, ("ddim", 100): 0.9, ("ddpm", 10): 0.1, ("ddpm", 100): 0.8}
     results = findings(shares)
     assert verdict(results, "DDPM gains") == IN_PART
-    assert "but not surely more than twice as much" in results[1].evidence[0]
+    assert "but not clearly more than twice as much" in results[1].evidence[0]
 
 
 def test_the_interval_of_an_advantage_is_above_zero_whichever_way_the_measure_counts() -> None:

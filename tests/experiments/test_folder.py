@@ -47,7 +47,7 @@ def test_pieces_of_a_sweep_without_a_readable_setup_are_refused(tmp_path: Path) 
     parts.mkdir()
     refuse_other_sweep(tmp_path, BEGUN)
     (parts / "ddim-5.jsonl").touch()
-    with pytest.raises(InvalidRequest, match="a sweep that another version began"):
+    with pytest.raises(InvalidRequest, match="a sweep of another version"):
         store_at(tmp_path)
     (parts / SETUP).write_text("{", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="a sweep that cannot be read"):
@@ -63,7 +63,7 @@ def test_two_sweeps_never_paint_into_one_folder_and_a_killed_one_frees_it(tmp_pa
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(InvalidRequest, match="another sweep is painting into"):
+        with pytest.raises(InvalidRequest, match="another sweep is writing to"):
             take_lock(tmp_path)
         other.kill()
     take_lock(tmp_path).close()
@@ -88,7 +88,7 @@ def test_asking_whether_a_folder_can_be_written_makes_nothing(tmp_path: Path) ->
 
 def test_results_that_no_sweep_wrote_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "cells.csv").write_text("precious", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"holds a cells\.csv that no sweep wrote"):
+    with pytest.raises(InvalidRequest, match=r"has a cells\.csv that was not written by a sweep"):
         store_at(tmp_path)
     (tmp_path / PARTS).mkdir()
     refuse_folder(tmp_path, RESULTS)

@@ -102,7 +102,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     assert document["failed"] == []
     assert document["models"]["bfloat16"]["dtype"] == "bfloat16"
     assert msgspec.convert(document["rows"], tuple[GateRow, ...]) == first.rows
-    assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
+    assert any("only images of the embedded model can be checked" in note for note in document["notes"])
     with Image.open(folder / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
     later_events = list[SweepProgress]()
@@ -158,7 +158,7 @@ def run_main(*arguments: object) -> int:
     [
         (["--gate", "fp32"], "--gate is 'fp32'; write it as REFERENCE:CANDIDATE"),
         (["--gate", "fp32:fp33"], "--gate: dtype is 'fp33'; choose one of auto, float32"),
-        (["--gate", "fp32:bf16", "--dtype", "int8"], "--dtype and --gate both name precisions; give --gate alone."),
+        (["--gate", "fp32:bf16", "--dtype", "int8"], "--dtype and --gate both set precisions; give only --gate."),
         (["--gate", "fp32:bf16", "--gate-psnr", "200"], "psnr_db is 200; it must lie between 0 and 99."),
         (["--gate-psnr", "20"], "add --gate REFERENCE:CANDIDATES."),
         (["--gate", "fp32:int8", "--offload", "cpu"], "--gate: offload is 'cpu' with dtype int8"),

@@ -124,7 +124,7 @@ def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
     summaries: tuple[CellSummary, ...],
 ) -> None:
     text = write_markdown("A sweep", {"model": "tiny"}, FINDINGS, "overview.png", summaries, ["Paired."])
-    assert "![quality over steps, and one seed with growing steps](overview.png)" in text
+    assert "![quality over steps, and one seed with more steps](overview.png)" in text
     assert "### DDIM is ahead: as expected" in text
     rows = [line for line in text.splitlines() if line.startswith("| dd")]
     assert [row.split("|")[1].strip() for row in rows] == [summary.cell.label for summary in summaries]

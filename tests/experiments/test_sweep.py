@@ -123,7 +123,7 @@ def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) 
 
 def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(sweep_folder: Path) -> None:
     document = json.loads((sweep_folder / "report.json").read_bytes())
-    assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
+    assert any("only images of the embedded model can be checked" in note for note in document["notes"])
     assert set(document["cells"][0]["measures"]) == {
         "latent_rmse", "psnr_db", "ssim", "frechet_converged", "kid_converged"
     }  # fmt: skip
@@ -228,7 +228,7 @@ def test_a_folder_with_a_sweep_of_another_plan_is_refused_and_left_as_it_is(
     small: Path, tiny: Engine, change: dict[str, Any], message: str
 ) -> None:
     before = {file: file.read_bytes() for file in small.rglob("*") if file.is_file()}
-    with pytest.raises(InvalidRequest, match=re.escape(f"holds a sweep with {message}")):
+    with pytest.raises(InvalidRequest, match=re.escape(f"has a sweep with {message}")):
         sweep(tiny, folder=small, **{**SMALL, **change})
     assert {file: file.read_bytes() for file in small.rglob("*") if file.is_file()} == before
 
@@ -278,12 +278,12 @@ def run_main(*arguments: object) -> int:
         (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are painted"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
         (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
-        (["--prompts", "empty"], "'empty' holds no prompts; write one a line."),
+        (["--prompts", "empty"], "'empty' has no prompts; write one per line."),
         (["--guidance", ""], "--guidance is empty"),
         (["--seeds", "some"], "Invalid value for '--seeds'"),
         (["-o", "file"], "cannot write to 'file': Not a directory."),
-        (["-o", "other"], "'other' holds a sweep with other first seed (7, now 0); choose another folder."),
-        (["-o", "mine"], "'mine' holds a report.html that no sweep wrote; choose another folder."),
+        (["-o", "other"], "'other' has a sweep with other first seed (7, now 0); choose another folder."),
+        (["-o", "mine"], "'mine' has a report.html that was not written by a sweep; choose another folder."),
         (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
     ],
 )
@@ -354,16 +354,16 @@ def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
     for how in (signal.SIGINT, signal.SIGKILL):
         code, error = stop_when_a_cell_is_finished(command, stopped, how)
         if how == signal.SIGINT:
-            message = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
+            message = f"stopped; finished images are kept in {stopped}; run the same command again to continue"
             assert (code, error.splitlines()[-1]) == (130, message)
         else:
-            assert "of it is there already and is not painted again" in error
+            assert "of the work is already done and is not repeated" in error
         before = journals(stopped)
         assert {name: before[name] for name in contents} == contents
         contents = {name: data for name, data in before.items() if is_whole(data)}
         assert contents
     assert run_main(*arguments) == 0
-    assert "of it is there already and is not painted again" in capsys.readouterr().err
+    assert "of the work is already done and is not repeated" in capsys.readouterr().err
     after = journals(stopped)
     assert {name: after[name] for name in contents} == contents
     assert all(len(data.splitlines()) == 4 for data in after.values())
@@ -426,5 +426,5 @@ def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_sce
     assert many.measures["latent_rmse"].value < few.measures["latent_rmse"].value
     assert many.measures["psnr_db"].value > few.measures["psnr_db"].value
     document = json.loads((tmp_path / "report.json").read_bytes())
-    assert any(note.startswith("Drawn scenes: 32 for each prompt") for note in document["notes"])
+    assert any(note.startswith("Rendered scenes: 32 per prompt") for note in document["notes"])
     assert (tmp_path / "strip-2.png").is_file()

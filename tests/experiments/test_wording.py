@@ -16,7 +16,7 @@ from diffserve.experiments.findings import describe_difference, describe_gains, 
         (Measure.FRECHET, Estimate(-2.0, -3.0, -1.0), 1, "a is better by 2 (95 % interval 1 to 3)"),
         (Measure.FRECHET, Estimate(0.25, -0.5, 1.0), 0, "a is 0.25 higher, within noise (95 % interval -0.5 to 1)"),
         (Measure.EXACT, Estimate(0.0, -0.0, 0.0), 0, "a is level, within noise (95 % interval 0 to 0)"),
-        (Measure.KID, Estimate(-0.1), 0, "a is 0.1 lower, with too few prompts to say how sure that is"),
+        (Measure.KID, Estimate(-0.1), 0, "a is 0.1 lower, with too few prompts for a confidence interval"),
     ],
 )
 def test_a_difference_is_described_with_its_interval(
@@ -27,9 +27,9 @@ def test_a_difference_is_described_with_its_interval(
 
 def test_a_larger_gain_says_whether_it_is_far_larger() -> None:
     gain = Estimate(0.3, 0.2, 0.4)
-    surely = "ddpm gains more by 30.0 points (95 % interval 20 to 40), surely more than twice as much"
+    surely = "ddpm gains more by 30.0 points (95 % interval 20 to 40), clearly more than twice as much"
     assert describe_gains(Measure.EXACT, gain, 1, is_far_more=True) == surely
-    assert ", but not surely more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
+    assert ", but not clearly more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
     assert describe_gains(Measure.EXACT, gain, -1, is_far_more=False).startswith("ddpm gains less by 30.0 points")
 
 

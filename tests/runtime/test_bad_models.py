@@ -232,7 +232,7 @@ def test_a_unet_that_needs_other_conditions_is_refused(copy_tiny: CopyTiny, name
     edit_json(path / "unet" / "config.json", **{name: value})
     message = message_of(path)
     assert f"{name} is {value!r}" in message
-    assert ("it is an IP-Adapter's" in message) == (value == "ip_image_proj")
+    assert ("it belongs to an IP-Adapter" in message) == (value == "ip_image_proj")
 
 
 def test_an_ip_adapter_is_refused_by_name_as_a_file_and_within_a_unet(copy_tiny: CopyTiny, tmp_path: Path) -> None:

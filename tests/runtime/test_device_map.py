@@ -59,7 +59,7 @@ def test_parts_next_to_the_unet_are_counted_and_missing_room_is_reported_by_devi
     with pytest.raises(InsufficientMemory) as refused:
         spread_over(gib, {"cuda:0": 6 << 30, "cuda:1": 6 << 30}, "balanced")
     message = refused.value.message
-    assert "(text 2.00, unet 10.00, vae 1.00)" in message
+    assert "(GiB: text 2.00, unet 10.00, vae 1.00)" in message
     assert "6.00 on cuda:0, 6.00 on cuda:1" in message
     assert "offload to auto" in message
 
@@ -71,7 +71,7 @@ def test_wrong_values_name_themselves_and_the_way_out() -> None:
         EngineConfig(device_map="auto", offload="cpu")
     with pytest.raises(ConfigError, match="leave out devices or device_map"):
         load_settings(env={"DIFFSERVE_SERVE_DEVICES": "cpu,cpu", "DIFFSERVE_ENGINE_DEVICE_MAP": "auto"})
-    with pytest.raises(ConfigError, match="torch finds one device here, cpu; it spreads a model over several GPUs"):
+    with pytest.raises(ConfigError, match="torch finds only one device, cpu; it spreads a model over several GPUs"):
         load_model("embedded", device="cpu", dtype="float32", device_map="balanced")
 
 
@@ -203,9 +203,9 @@ def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(
         doctor.run(settings)
     output = " ".join(capsys.readouterr().out.split())
     for line in (
-        "text, at the most on cpu",
-        "unet, at the most on cpu ",
-        "unet, at the most on cpu:1",
+        "text, maximum on cpu",
+        "unet, maximum on cpu ",
+        "unet, maximum on cpu:1",
         "free on cpu:1",
     ):
         assert line in output

@@ -242,11 +242,12 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
         ({"unet.conv_in.oft_blocks": (4, 8, 8)}, "is OFT"),
         ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "has no partner"),
         ({f"lora_unet_conv_in.hada_{name}": (4, 4) for name in ("t1", "w1_a")}, "is LoHa in three factors"),
-        ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of two sizes"),
+        ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of different "
+            "sizes"),
         ({"vae.conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
         (
             {"text_encoder_2.layers.0.lora_A.weight": (4, 8), "text_encoder_2.layers.0.lora_B.weight": (8, 4)},
-            "changes a text_encoder_2, which the base has not",
+            "changes a text_encoder_2, which the base does not have",
         ),
     ],
 )  # fmt: skip
@@ -261,22 +262,20 @@ def test_a_lora_that_does_not_fit_is_refused_with_its_tensor(
 
 def test_files_that_would_take_seconds_to_read_are_refused_by_their_size(tmp_path: Path) -> None:
     pair = {"lora_unet_conv_in.lora_down.weight": (1, 4), "lora_unet_conv_in.lora_up.weight": (4, 1)}
-    with pytest.raises(InvalidLoRAError, match="holds 20,002 tensors; at most 20,000 are taken"):
+    with pytest.raises(InvalidLoRAError, match="holds 20,002 tensors; at most 20,000 are allowed"):
         read_layers(pair | {f"lora_unet_{number}.diff": (1,) for number in range(20_000)}, {})
     with pytest.raises(InvalidLoRAError, match="name has 1,015 characters; at most 500"):
         read_layers(pair | {f"lora_unet_{'x' * 1000}.diff": (1,)}, {})
     long = tmp_path / "long.safetensors"
     long.write_bytes((9 << 20).to_bytes(8, "little") + b" " * (9 << 20))
-    assert lora_problem(long) == "has a header of 9,437,184 bytes; at most 8,388,608 are taken"
+    assert lora_problem(long) == "has a header of 9,437,184 bytes; at most 8,388,608 are allowed"
 
 
 @pytest.mark.parametrize("part", ["diff", "diff_b"])
 def test_a_change_that_is_not_finite_is_refused_when_it_is_merged(make_adapter: MakeAdapter, part: str) -> None:
     tensors = {"lora_unet_conv_in.diff": torch.zeros(32, 4, 3, 3), "lora_unet_conv_in.diff_b": torch.zeros(32)}
     tensors[f"lora_unet_conv_in.{part}"].view(-1)[3] = torch.nan
-    with pytest.raises(
-        ModelLoadError, match=r"change by 'lora_unet_conv_in\.diff.*' holds numbers that are not finite"
-    ):
+    with pytest.raises(ModelLoadError, match=r"change by 'lora_unet_conv_in\.diff.*' has non-finite numbers"):
         load(make_adapter(tensors))
 
 

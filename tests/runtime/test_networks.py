@@ -109,7 +109,7 @@ def test_without_a_generator_the_mode_is_taken(tiny: LoadTiny) -> None:
     pixels = np.full((1, 64, 64, 3), 200, dtype=np.uint8)
     vae = tiny("sd15").vae
     assert torch.equal(vae.encode(pixels), vae.encode(pixels))
-    with pytest.raises(ValueError, match="1 pictures need as many generators, not 2"):
+    with pytest.raises(ValueError, match="1 images need as many generators, not 2"):
         vae.encode(pixels, [torch.Generator(), torch.Generator()])
 
 

@@ -116,7 +116,7 @@ def test_shipped_weights_under_another_prediction_type_are_refused(declared: str
     file = path / "scheduler/scheduler_config.json"
     changed = json.loads(file.read_text()) | {"prediction_type": declared, "rescale_betas_zero_snr": False}
     file.write_text(json.dumps(changed))
-    with pytest.raises(ModelLoadError, match=f"files say {declared}, its UNet answers like v_prediction") as caught:
+    with pytest.raises(ModelLoadError, match=f"files say {declared}, its UNet behaves like v_prediction") as caught:
         load_model(path, dtype="float32", device=DEVICE)
     assert "\n" not in caught.value.message
     unasked = msgspec.structs.replace(load_settings(model=str(path), env={}).model, probe=False)

@@ -64,8 +64,8 @@ def test_a_map_is_passed_through_and_an_unknown_preprocessor_is_refused_in_a_sen
     picture = disk(64, 20.0, 200.0)
     assert preprocess(Control("edges", preprocessor=PASSED_THROUGH), picture) is picture
     assert np.array_equal(preprocess(Control("edges", preprocessor=CANNY), picture)[..., 2], canny(picture))
-    for trouble in ("is not installed here", "cannot be imported here (No module named 'torchvision_for_cpus'"):
-        message = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
+    for trouble in ("is not installed", "cannot be imported here (No module named 'torchvision_for_cpus'"):
+        message = f"'hed'; use one of none, canny; others need the package controlnet_aux, which {trouble}"
         with pytest.raises(InvalidRequest, match=re.escape(message)):
             preprocess(Control("edges", preprocessor="hed"), picture)
         library = tmp_path / "controlnet_aux"
@@ -89,5 +89,5 @@ def test_edges_follow_the_thresholds_and_the_resolution() -> None:
         distances = np.hypot(*(np.argwhere(edges[..., 0] > 0) - 47.5).T)
         assert np.abs(distances - 30.0).max() < 3.0, "the circle is where it was"
         assert not np.array_equal(edges, edge_map(picture))
-    with pytest.raises(InvalidRequest, match="edges are found in 8388608 pixels at most, the picture has 20480x2048"):
+    with pytest.raises(InvalidRequest, match="edges are detected in at most 8388608 pixels, the image has 20480x2048"):
         edge_map(np.zeros((10, 100, 3), np.uint8), resolution=2048)

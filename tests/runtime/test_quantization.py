@@ -237,17 +237,17 @@ def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[s
     )
     other_entries = [entry for entry in left if entry not in convolution_entries]
     assert bool(other_entries) == (dtype == "int8_dynamic")
-    assert all(entry.holds == "int8" and "one vector for each row" in entry.reason for entry in other_entries)
+    assert all(entry.holds == "int8" and "one vector per row" in entry.reason for entry in other_entries)
     message = "\n".join(model.unquantized_layers())
     assert "down_blocks.*.resnets.*.conv1" in message
-    assert "vae: every layer holds its float dtype" in message
+    assert "vae: every layer keeps its float dtype" in message
     assert load_model(tiny_model("sd15"), dtype="float32", device=DEVICE).unquantized_layers() == []
 
 
 def test_an_odd_layer_falls_back_and_says_why() -> None:
     assert scheme_for("to_q", nn.Linear(60, 64), "int8_dynamic") == (
         "int8",
-        "is 60 x 64, and its kernel wants multiples of 8",
+        "is 60 x 64, and the kernel needs multiples of 8",
     )
 
 

@@ -139,7 +139,8 @@ def test_words_of_another_family_stay_out_and_prompts_with_them_are_refused(
     save(tmp_path / "two.safetensors", {"clip_l": vectors(1), "clip_g": vectors(1)})
     model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
     assert (
-        "the learned word 'wide' is skipped: wide.safetensors is 1024 numbers wide, this model reads 64." in caplog.text
+        "the learned word 'wide' is skipped: wide.safetensors is 1024 numbers wide, but this model reads 64."
+        in caplog.text
     )
     assert model.info.learnt_words == ()
     for name, why in (("Wide", "is 1024 numbers wide"), ("two", "is 64 and 64 numbers wide")):
@@ -152,8 +153,8 @@ def test_words_of_another_family_stay_out_and_prompts_with_them_are_refused(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"a": torch.zeros(64), "b": torch.zeros(64)}, "holds 'a', 'b', which is no learned word"),
-        ({"emb_params": torch.zeros(1, 2, 64)}, "holds 'emb_params', which is no learned word"),
+        ({"a": torch.zeros(64), "b": torch.zeros(64)}, "holds 'a', 'b', which is not a learned word"),
+        ({"emb_params": torch.zeros(1, 2, 64)}, "holds 'emb_params', which is not a learned word"),
         ({"emb_params": torch.full((1, 64), torch.nan)}, "1 to 75, all finite"),
         ({"emb_params": torch.zeros(76, 64)}, "holds 76 vectors"),
         ({"clip_l": torch.zeros(1, 64), "clip_g": torch.zeros(2, 64)}, "hold different numbers of vectors"),

@@ -199,7 +199,7 @@ def assert_interruptible(server: RunningServer) -> None:
         answer = painting.result(timeout=SOON_S)
     assert answer.status_code == 200
     assert len(answer.json()["images"]) == 1
-    assert "of 900 steps: it is not finished." in answer.headers["x-diffserve-warnings"]
+    assert "of 900 steps; the image is unfinished." in answer.headers["x-diffserve-warnings"]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

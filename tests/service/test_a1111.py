@@ -193,7 +193,7 @@ def test_images_are_varied_by_a_second_seed_and_their_text_generates_them_again(
     plain = json.loads(post(server, "txt2img", sent | {"subseed_strength": 0, "subseed": 1.5}).json()["info"])
     assert (plain["all_seeds"], plain["all_subseeds"], plain["subseed_strength"]) == ([7, 8], [-1, -1], 0)
     resized = post(server, "txt2img", sent | {"seed_resize_from_w": 32, "seed_resize_from_h": 32})
-    assert "seed_resize_from_w changes nothing here." in resized.headers["x-diffserve-warnings"]
+    assert "seed_resize_from_w has no effect." in resized.headers["x-diffserve-warnings"]
 
 
 def pixels_of(image: str) -> bytes:
@@ -234,8 +234,8 @@ SMALL = in_base64(picture(64, 64))
             {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": SMALL}]}}},
             "there is no ControlNet 'edges'",
         ),
-        ("img2img", {"prompt": "a fox"}, "init_images is missing; give a picture in base64."),
-        ("img2img", {"prompt": "a fox", "init_images": ["http://x/a.png"]}, "init_images[0] is an address"),
+        ("img2img", {"prompt": "a fox"}, "init_images is missing; give an image in base64."),
+        ("img2img", {"prompt": "a fox", "init_images": ["http://x/a.png"]}, "init_images[0] is a URL"),
         ("img2img", {"prompt": "a fox", "init_images": [SMALL], "mask": "!!"}, "mask is not base64"),
         ("png-info", {"image": "!!"}, "image is not base64"),
         ("options", {"sd_model_checkpoint": "../x"}, 'there is no model "../x"'),
@@ -251,8 +251,8 @@ SMALL = in_base64(picture(64, 64))
             )
         ),  # row 69 of the bad input
         ("txt2img", {"prompt": "a", "override_settings": {"sd_model_checkpoint": "../../x"}}, "there is no model"),
-        ("txt2img", {"prompt": "a", "script_name": "X/Y/Z plot"}, 'there is no script "X/Y/Z plot"'),
-        ("txt2img", {"prompt": "a", "scheduler": "KL Optimal"}, "the nearest is Automatic, and there are"),
+        ("txt2img", {"prompt": "a", "script_name": "X/Y/Z plot"}, 'script_name is "X/Y/Z plot"'),
+        ("txt2img", {"prompt": "a", "scheduler": "KL Optimal"}, "the nearest is Automatic, and the known ones are"),
         ("txt2img", {"prompt": "a", "scheduler": "align_your_steps_GITS"}, "the nearest is Exponential"),
         ("txt2img", {"prompt": "a", "sampler_name": "Euler", "scheduler": "Karas"}, "the nearest is Karras"),
         ("img2img", {"prompt": "a", "init_images": [in_base64(picture(1, 4000))]}, "init_images is 1x4000; each side"),
@@ -352,7 +352,7 @@ def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: 
     assert np.array_equal(filled[marked == 0], pixels[marked == 0])
     assert np.abs(filled.astype(int) - pixels).max() <= 20, "the colours from around"
     nothing = Img2ImgBody(init_images=[in_base64(pixels)], mask=in_base64(np.zeros_like(marked)))
-    with pytest.raises(InvalidRequest, match="the mask leaves nothing to repaint"):
+    with pytest.raises(InvalidRequest, match="the mask selects no area to generate"):
         conversion.start_of(nothing, 64, 64)
     assert len(asked_px) == 1, "refused before anything is filled"
 

@@ -65,15 +65,15 @@ def test_units_that_are_not_a_list_of_objects_are_reported(units: Any) -> None:
 @pytest.mark.parametrize("name", [*UNIT_FIELDS, "hr_option"])
 def test_ignored_unit_field_that_would_change_the_image_is_reported(name: str) -> None:
     for value in {"control_mode": (1, 2, "My prompt is more important")}.get(name, ("other",)):
-        sentence = f"{name} of unit 0 of controlnet changes nothing here."
+        sentence = f"{name} of unit 0 of controlnet has no effect."
         assert warnings_for({name: value}, enable_hr=True) == [sentence]
 
 
 def test_values_of_other_modules_and_units_without_a_model_are_reported() -> None:
     (sentence,) = warnings_for({"module": "hed", "processor_res": 512, "threshold_b": 3, "image": {"mask": "x"}})
-    assert sentence == "processor_res, threshold_b, mask of unit 0 of controlnet changes nothing here."
+    assert sentence == "processor_res, threshold_b, mask of unit 0 of controlnet has no effect."
     assert warnings_for({"module": "reference_only", "model": "None"}) == [
-        "unit 0 of controlnet has no model and was left out."
+        "unit 0 of controlnet has no model and was ignored."
     ]
     (sentence,) = warnings_for({"resize_mode": "Squeeze"})
     assert sentence == 'resize_mode of unit 0 of controlnet is "Squeeze"; its image was cropped.'
@@ -165,7 +165,7 @@ def test_detect_makes_the_control_maps_that_images_are_generated_by(controlled: 
     pixels = decode_image(base64.b64decode(answer["images"][0])).array
     assert np.array_equal(pixels, edge_map(image.array, 400.0, 900.0, 128))
     assert pixels_of(detect(controlnet_module="none")["images"][0]) == image.data
-    assert "there are none and canny" in detect(400, controlnet_module="openpose")["detail"]
+    assert "use 'none' or 'canny'" in detect(400, controlnet_module="openpose")["detail"]
     assert "is not base64" in detect(400, controlnet_input_images=["!!"])["detail"]
     assert (
         "controlnet_input_images is missing" in controlled.client.post("/controlnet/detect", json={}).json()["detail"]
@@ -215,7 +215,7 @@ def test_units_behave_as_in_a1111(controlled: RunningServer) -> None:
 def test_ignored_unit_fields_are_in_the_header_and_the_info(controlled: RunningServer) -> None:
     unit = {"model": "edges", "image": in_base64(control_map(5)), "control_mode": 2, "mask": "aGk="}
     answer = post(controlled, "txt2img", body_of(unit))
-    sentence = "control_mode, mask of unit 0 of controlnet changes nothing here."
+    sentence = "control_mode, mask of unit 0 of controlnet has no effect."
     assert json.loads(answer.json()["info"])["warnings"] == [sentence]
     assert sentence in answer.headers["x-diffserve-warnings"]
 
@@ -231,7 +231,7 @@ def test_openai_api_accepts_resize_modes_thresholds_and_a_resolution(controlled:
     assert (control["resize"], control["thresholds"], control["resolution"]) == ("crop", [500.0, 900.0], 128)
     for wrong, part in (
         ({"resize": "squeeze"}, "resize"),
-        ({"resize": True}, "give one of that aspect: resizing keeps it"),
+        ({"resize": True}, "give one of that aspect ratio: resizing keeps it"),
         ({"resize": "fill", "thresholds": [9, 1]}, "the thresholds of ControlNet 'edges' are 9 and 1"),
         ({"resize": "fill", "resolution": 9999}, "resolution"),
     ):

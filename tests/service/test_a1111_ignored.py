@@ -73,7 +73,7 @@ def test_defaults_of_a1111_cause_no_warning(hires: bool) -> None:
 @pytest.mark.parametrize("name", [*FIELDS, *HIRES_FIELDS])
 def test_ignored_field_that_would_change_the_image_is_reported(name: str) -> None:
     body = {"prompt": "a", "enable_hr": True, name: VALUES.get(name, True if FIELDS.get(name) == (False,) else "0.5")}
-    assert ignored(Txt2ImgBody.model_validate(body)) == [f"{name} changes nothing here."]
+    assert ignored(Txt2ImgBody.model_validate(body)) == [f"{name} has no effect."]
 
 
 @pytest.mark.parametrize(("name", "neutral"), SETTINGS.items())
@@ -81,7 +81,7 @@ def test_ignored_setting_that_would_change_the_image_is_reported(name: str, neut
     for value in neutral:
         assert ignored(Txt2ImgBody(override_settings={name: value})) == []
     (sentence,) = ignored(Txt2ImgBody(override_settings={name: "other" if isinstance(neutral[0], str) else 0.5}))
-    assert sentence == f"override_settings.{name} changes nothing here."
+    assert sentence == f"override_settings.{name} has no effect."
 
 
 def test_second_pass_fields_are_reported_only_with_a_second_pass() -> None:
@@ -94,12 +94,12 @@ def test_second_pass_fields_are_reported_only_with_a_second_pass() -> None:
 @pytest.mark.parametrize(
     ("fields", "beginning"),
     [
-        ({"resize_mode": 3}, "resize_mode 3 (latent upscale) is not here"),
-        ({"mask": "x", "inpainting_fill": 2}, "inpainting_fill 2 (latents) is not here"),
-        ({"mask": "x", "inpainting_fill": 3}, "inpainting_fill 3 (latents) is not here"),
+        ({"resize_mode": 3}, "resize_mode 3 (latent upscale) is not supported"),
+        ({"mask": "x", "inpainting_fill": 2}, "inpainting_fill 2 (latents) is not supported"),
+        ({"mask": "x", "inpainting_fill": 3}, "inpainting_fill 3 (latents) is not supported"),
         ({"mask": "x", "mask_blur_x": 4, "mask_blur_y": 9}, "mask_blur_x and mask_blur_y differ; the larger, 9,"),
-        ({"initial_noise_multiplier": 0.9}, "initial_noise_multiplier changes nothing here."),
-        ({"latent_mask": "x"}, "latent_mask changes nothing here."),
+        ({"initial_noise_multiplier": 0.9}, "initial_noise_multiplier has no effect."),
+        ({"latent_mask": "x"}, "latent_mask has no effect."),
     ],
 )
 def test_ignored_img2img_field_that_would_change_the_image_is_reported(fields: dict[str, Any], beginning: str) -> None:
@@ -114,7 +114,7 @@ def test_scripts_are_reported_unless_they_are_disabled() -> None:
         "ControlNet": {"args": [{"enabled": False}]}, "Tiled Diffusion": {"args": {"enabled": True}}, "Other": {},
     }  # fmt: skip
     sentences = ignored(Txt2ImgBody(alwayson_scripts=scripts))
-    assert sentences == ['the script "ADetailer" is not here.', 'the script "Tiled Diffusion" is not here.']
+    assert sentences == ['the script "ADetailer" is not supported.', 'the script "Tiled Diffusion" is not supported.']
 
 
 def test_a_refiner_other_than_the_models_is_reported() -> None:
@@ -136,9 +136,9 @@ def test_warnings_are_in_the_header_and_the_info(server: RunningServer) -> None:
     assert answer.status_code == 200, answer.text
     warnings = json.loads(answer.json()["info"])["warnings"]
     for sentence in (
-        "restore_faces changes nothing here.", "tiling changes nothing here.",
-        "override_settings.sd_vae changes nothing here.", 'the script "ADetailer" is not here.',
-        'hr_upscaler "Latent" is not here; the picture was enlarged by Lanczos.',
+        "restore_faces has no effect.", "tiling has no effect.",
+        "override_settings.sd_vae has no effect.", 'the script "ADetailer" is not supported.',
+        'hr_upscaler "Latent" is not supported; the image was enlarged by Lanczos.',
     ):  # fmt: skip
         assert sentence in warnings
         assert sentence in answer.headers["x-diffserve-warnings"].replace('\\"', '"')
@@ -146,7 +146,7 @@ def test_warnings_are_in_the_header_and_the_info(server: RunningServer) -> None:
     assert json.loads(plain.json()["info"])["warnings"] == []
     start = {"init_images": [in_base64(picture(64, 64))], "prompt": "a", "steps": 2, "resize_mode": 3}
     repainted = post(server, "img2img", start | {"width": 64, "height": 64})
-    assert "resize_mode 3 (latent upscale) is not here" in json.loads(repainted.json()["info"])["warnings"][0]
+    assert "resize_mode 3 (latent upscale) is not supported" in json.loads(repainted.json()["info"])["warnings"][0]
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_options_without_effect_are_reported_when_they_are_set(server: RunningSe
     answer = post(server, "options", {"sd_vae": "other.pt", "s_churn": 0, "samples_format": "png", "s_noise": "1.1"})
     assert answer.status_code == 200
     warnings = answer.headers["x-diffserve-warnings"]
-    assert "sd_vae changes nothing here." in warnings
-    assert "s_noise changes nothing here." in warnings
+    assert "sd_vae has no effect." in warnings
+    assert "s_noise has no effect." in warnings
     assert "s_churn" not in warnings
     options = server.client.get("/sdapi/v1/options").json()
     assert "x-diffserve-warnings" not in post(server, "options", options).headers

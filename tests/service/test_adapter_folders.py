@@ -147,9 +147,9 @@ GOOD_LORAS = ("a/twin", "b/deep/twin", "paper", "style/ink", *TOOLS, *WHOLE_LORA
 REFUSED_LORAS = {
     "bad/lora_bias": "it holds the bias of a low-rank matrix ('unet.mid_block.attentions.0.proj_in.lora_B.bias')",
     "bad/turned": "it is OFT (its tensor",
-    "bad/flux": "there is no such layer in the networks that are served (Stable Diffusion 1, 2 and XL)",
+    "bad/flux": "there is no such layer in the supported models (Stable Diffusion 1, 2 and XL)",
     "bad/transformer": "not named as a LoRA of a UNet or text encoder ('transformer.x.lora_A.weight')",
-    "bad/huge": "it has rank 300; at most 256 is taken.",
+    "bad/huge": "it has rank 300; at most 256 is allowed.",
     "bad/alphas": "it is damaged: 'lora_unet_mid_block_attentions_0_proj_in.alpha' is [2], not one number.",
     "bad/ranks": "their ranks must be equal",
     "bad/half": "which has no partner",
@@ -168,12 +168,12 @@ REFUSED_CONTROLS = {
     "pickled": "diffusion_pytorch_model.bin is a pickle file",
     "union": "config.json is of a ControlNetUnionModel",
     "missing": "diffusion_pytorch_model.safetensors is missing",
-    "single": "single.safetensors is a single file; diffserve takes a directory with config.json",
+    "single": "single.safetensors is a single file; diffserve needs a directory with config.json",
     "old": "old.pth is a single file",
 }
 SKIPPED_WORDS = {
-    "wide": "wide.safetensors is 1024 numbers wide, this model reads 64.",
-    "twofold": "twofold.safetensors holds 'a', 'b', which is no learned word",
+    "wide": "wide.safetensors is 1024 numbers wide, but this model reads 64.",
+    "twofold": "twofold.safetensors holds 'a', 'b', which is not a learned word",
     "cut": "cut.safetensors is not a complete safetensors file: it has 412 of 512 bytes of tensors",
     "pointer": "pointer.safetensors is a Git LFS pointer, not the file itself; fetch it with: git lfs pull",
     "loop": "loop.safetensors cannot be read",

@@ -49,13 +49,13 @@ def test_one_client_may_fill_the_queue_except_for_a_reserve() -> None:
     door = Door(max_waiting=64)
     for _ in range(56):
         door.enter("a")
-    assert "places left are for others" in door.refusal("a").message
+    assert "free places are for other clients" in door.refusal("a").message
     for _ in range(7):
         door.enter("b")
     door.refusal("b")
     door.enter("c")
     assert door.backlog.num_waiting == 64
-    assert "which is all this server holds" in door.refusal("d").message
+    assert "which is the limit of this server" in door.refusal("d").message
     assert door.backlog.cost_limit is None, "no pace is known"
     door.stack.close()
     assert (door.backlog.num_waiting, door.backlog.cost_left) == (0, 0.0)
@@ -99,7 +99,7 @@ def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
     door.enter("a", cost=1e6)  # accepted at any size, and blocks no small request
     door.enter("a", cost=2.0)
     error = door.refusal("a")
-    assert "at most 60 s may wait" in error.message
+    assert "at most 60 s are allowed per client" in error.message
     for _ in range(6):
         door.enter("b", cost=50.0)
 

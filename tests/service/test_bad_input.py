@@ -26,7 +26,7 @@ BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"scale": 2.5}, "controlnets[0].scale", "invalid_value", "2.5"),
     ({"start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
     ({"name": "../a"}, "controlnets", "invalid_value", "give a path below the folder"),
-    ({"size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
+    ({"size": 1}, "controlnets[0].size", "invalid_value", "unknown field"),
     ({"resize": 1}, "controlnets[0].resize", "invalid_value", "1"),
     ({}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
 ]
@@ -138,7 +138,13 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("threshold-zero", {"similarity_threshold": 0}, "similarity_threshold", "invalid_value", "more than 0"),
     ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "multiple of 0.05"),
     ("interval-text", {"guidance_interval": "0,1"}, "guidance_interval", "invalid_value", "list"),
-    ("sizes-none", {"micro_conditioning": {"crop": [0, 0]}}, "micro_conditioning", "invalid_value", "told no sizes"),
+    (
+        "sizes-none",
+        {"micro_conditioning": {"crop": [0, 0]}},
+        "micro_conditioning",
+        "invalid_value",
+        "has no size conditioning",
+    ),
     ("sizes-odd", {"micro_conditioning": {"crop": [0, -1]}}, "micro_conditioning.crop[1]", "invalid_value", "-1"),
     ("lora-alone", {"loras": "ink"}, "loras", "invalid_value", "list"),
     ("lora-empty", {"loras": [{"name": ""}]}, "loras[0].name", "empty_name", "loras[0].name is empty"),
@@ -158,14 +164,14 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         {"size": "128x128", "controlnets": [{"name": "a", "image": PIXEL}]},
         "controlnets",
         "invalid_image",
-        "64x64 px, the picture 128x128 px; give one of 128x128 px, or ask for size 64x64, or for it to be resized",
+        "64x64 px, the generated image 128x128 px; give one of 128x128 px, or ask for size 64x64, or set resize",
     ),
     ("controls-five", {"controlnets": [{}] * 5}, "controlnets", "array_above_max_length", "at most 4"),
     ("refiner-none", {"refiner": True}, "switch_at", "invalid_value", "has no refiner to switch to"),
     ("switch-twice", {"refiner": False, "switch_at": 0.5}, "switch_at", "invalid_value", "refiner is false but"),
     ("switch-over", {"switch_at": 1.2}, "switch_at", "invalid_value", "1.2"),
-    ("best-none", {"best_of": 2}, "best_of", "invalid_value", "no scorer is loaded to choose by"),
-    ("best-below-n", {"n": 3, "best_of": 2}, "best_of", "invalid_value", "paint at least the 3 that are kept"),
+    ("best-none", {"best_of": 2}, "best_of", "invalid_value", "no scorer is loaded"),
+    ("best-below-n", {"n": 3, "best_of": 2}, "best_of", "invalid_value", "give at least n, which is 3"),
     ("best-many", {"best_of": 11}, "best_of", "invalid_value", "at most 10"),
     ("cache-interval", {"cache_interval": 0}, "cache_interval", "invalid_value", "at least 1"),
     *(
@@ -177,7 +183,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("sampler-path", {"sampler": "../../x"}, "sampler", "unknown_sampler", "../../x"),
     ("sampler-long", {"sampler": "x" * 10_240}, "sampler", "unknown_sampler", "euler_a"),
     ("sampler-padded", {"sampler": "ddim" + " " * 70 + "x"}, "sampler", "unknown_sampler", "75 characters"),
-    ("scheduler", {"scheduler": "warp"}, "sampler", "unknown_sampler", "dpmpp_2m"),
+    ("scheduler", {"scheduler": "warp"}, "scheduler", "unknown_sampler", "dpmpp_2m"),
     ("scheduler-beside", {"sampler": "ddim", "scheduler": "warp"}, "scheduler", "unknown_scheduler", "karras"),
     ("schedule-twice", {"sigma_schedule": "exponential", "scheduler": "beta"}, "scheduler", "invalid_value", "beta"),
     *(
@@ -198,7 +204,13 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("embeds", {"prompt_embeds": [[0.1]]}, "prompt_embeds", "unsupported_parameter", "tensors"),
     ("kwargs", {"extra_body": {"kwargs": {}}}, "extra_body", "unsupported_parameter", "not supported"),
     ("strength", {"strength": 0.5}, "strength", "unsupported_parameter", "takes no images"),
-    ("callback", {"callback_url": "http://127.0.0.1/"}, "callback_url", "unsupported_parameter", "no callbacks"),
+    (
+        "callback",
+        {"callback_url": "http://127.0.0.1/"},
+        "callback_url",
+        "unsupported_parameter",
+        "does not send callbacks",
+    ),
 ]
 
 

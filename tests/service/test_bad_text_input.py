@@ -56,7 +56,7 @@ def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[st
         ({"user": 5}, "user", "invalid_value", "5; it must be text"),
         ({"store": "yes"}, "store", "invalid_value", "true or false"),
         ({"metadata": []}, "metadata", "invalid_value", "an object"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_value", "calls no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_value", "does not call tools"),
         ({"top_p": 1.5}, "top_p", "invalid_value", "1.5"),
         ({"top_k": -2}, "top_k", "invalid_value", "-2"),
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value", "3"),
@@ -75,7 +75,7 @@ def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[st
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value", "101"),
         ({"logit_bias": {str(2**40): 1}}, "logit_bias", "invalid_value", str(2**40)),
         ({"logit_bias": {"99999999": 1}}, "logit_bias", "invalid_value", "has tokens from 0 to"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", "whole number from 0 on"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", "whole number of 0 or more"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "array_above_max_length", "1025"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value", '"yaml"'),
         ({"response_format": {"type": "json_schema"}}, f"{JSON_SCHEMA[:-7]}", "missing_required_parameter", "name"),
@@ -229,7 +229,7 @@ def test_an_unknown_language_model_is_a_404(text_server: RunningServer, path: st
 def test_the_language_model_generates_no_images(text_server: RunningServer) -> None:
     response = text_server.paint(model="talker")
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
-    assert "writes texts" in error_of(response)["message"]
+    assert "is a language model" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, REWRITE])

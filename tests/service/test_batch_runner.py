@@ -171,7 +171,7 @@ def test_old_batches_expire_and_a_revoked_key_ends_its_batch(tmp_path: Path) -> 
     works.keys.add("another")
     works.keys.revoke("app")
     batch = works.run(name)
-    assert (batch.status, batch.error) == ("failed", "invalid_key: its key is good no more.")
+    assert (batch.status, batch.error) == ("failed", "invalid_key: its API key is not valid any more.")
 
 
 def test_a_cancelled_batch_frees_its_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,14 +61,16 @@ def test_images_with_controlnets_are_generated_from_base64_files_and_record_them
         assert [(control.name, control.image, control.resize) for control in new_image.controlnets] == [
             ("edges", control.image, True)
         ]
-        with pytest.raises(InvalidRequest, match="'edges' is 128x64 px, the picture 64x64 px; give one of that aspect"):
+        with pytest.raises(
+            InvalidRequest, match="'edges' is 128x64 px, the generated image 64x64 px; give one of that aspect"
+        ):
             paint(client, encode_image(control_map(0, 128, 64)))
         refused = httpx.post(url, json=fields | {"controlnets": [control_fields | {"image": plain, "resize": False}]})
         error = refused.json()["error"]
         assert (refused.status_code, error["param"], error["code"]) == (400, "controlnets", "invalid_image")
         assert error["message"] == (
-            "the image of ControlNet 'edges' is 128x128 px, the picture 64x64 px; give one of 64x64 px, or ask for "
-            "size 128x128, or for it to be resized (resize)."
+            "the image of ControlNet 'edges' is 128x128 px, the generated image 64x64 px; give one of 64x64 px, or ask "
+            "for size 128x128, or set resize."
         )
         noise = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), dtype=np.uint8)
         large = encode_image(Picture.from_array(noise))

@@ -153,16 +153,20 @@ SMALL = base64.b64encode(file_of(picture(64, 64))).decode()
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "image is missing; upload a PNG, JPEG or WebP file, send it in base64, or name one of /v1/files"),
+        (
+            {},
+            "image is missing; upload a PNG, JPEG or WebP file, send it in base64, or give the ID of a file from "
+            "/v1/files",
+        ),
         ({"image": "!!"}, "image is not base64"),
-        ({"image": "https://example.org/a.png"}, "image is an address, and this server fetches nothing"),
-        ({"image": "file:///etc/passwd"}, "image is an address"),
+        ({"image": "https://example.org/a.png"}, "image is a URL, and this server does not fetch images"),
+        ({"image": "file:///etc/passwd"}, "image is a URL"),
         ({"image": base64.b64encode(b"GIF89a").decode()}, "image is not a PNG, JPEG or WebP file"),
         ({"images": []}, "images is an empty list"),
-        ({"images": [{"file_id": "file-1"}]}, 'images[0].file_id is "file-1", and there is no such file of yours'),
-        ({"images": [{"file_id": "file-1", "image_url": "data:,"}]}, "images[0].file_id is given beside image_url"),
+        ({"images": [{"file_id": "file-1"}]}, 'images[0].file_id is "file-1", which is not one of your files'),
+        ({"images": [{"file_id": "file-1", "image_url": "data:,"}]}, "images[0].file_id and image_url are both given"),
         ({"images": [{}]}, "the image has no image_url; give a data URL, or a file_id."),
-        ({"images": [SMALL] * 17}, "images has 17 entries; at most 16 are taken."),
+        ({"images": [SMALL] * 17}, "images has 17 entries; at most 16 are allowed."),
         ({"image": SMALL, "strength": 1.5}, "strength is 1.5; it must be at most 1.0."),
         ({"image": SMALL, "mask": SMALL, "strength": -1}, "strength is -1; it must be at least 0.0."),
         ({"image": SMALL, "input_fidelity": "much"}, "input_fidelity is"),
@@ -199,8 +203,11 @@ def test_bad_forms_are_refused_and_large_json_is_read_only_by_image_routes(serve
     raw = {"Content-Type": "multipart/form-data; boundary=b"}
     lines = part.replace(b"--b\r\n", b"--b\r\n" + b"X: y\r\n" * 10_000, 1)
     for answer, message in (
-        (httpx.post(url, files=files | {"mask": ("m.png", black)}, data={"prompt": "x"}), "leaves nothing to repaint"),
-        (httpx.post(url, files=files | {"model": ("m", b"x")}, data={"prompt": "x"}), "no file 'model' is taken"),
+        (
+            httpx.post(url, files=files | {"mask": ("m.png", black)}, data={"prompt": "x"}),
+            "selects no area to generate",
+        ),
+        (httpx.post(url, files=files | {"model": ("m", b"x")}, data={"prompt": "x"}), "'model' is not a file field"),
         (httpx.post(url, files=files, data={"prompt": "x", "n": "many"}), 'n is "many"; it must be a whole number'),
         (httpx.post(url, files=files, data={"prompt": ["x", "y"]}), "prompt is given twice"),
         (httpx.post(url, files=[("image", ("a", b"x"))] * 18, data={"prompt": "x"}), "the form cannot be read"),

@@ -62,5 +62,5 @@ def test_own_files_are_read_and_other_files_are_not_found(tmp_path: Path, monkey
         with pytest.raises(InvalidRequest) as caught:
             asyncio.run(file_images.fill(REQUEST, refused))
         assert (caught.value.code, caught.value.param) == (code, name)
-    with pytest.raises(InvalidRequest, match="this server keeps no files"):
+    with pytest.raises(InvalidRequest, match="this server stores no files"):
         asyncio.run(FilePictures(None, None).fill(REQUEST, edit_of(own_file)))

@@ -31,7 +31,7 @@ def test_interrupted_stream_ends_with_the_unfinished_images(server: RunningServe
         for event in completed:
             assert decode_image(event.file).width_px == 64
             assert "Interrupted after: " in str(read_infotext(event.file))
-        assert f"of {LONG} steps: it is not finished." in str([event.warnings for event in completed])
+        assert f"of {LONG} steps; the image is unfinished." in str([event.warnings for event in completed])
         wait_for(lambda: not client.interrupt(completed[0].id), SOON_S, "it to be over")
         assert not client.interrupt("img-unknown")
 

@@ -275,7 +275,7 @@ def test_requests_of_a_key_are_limited_per_minute(tmp_path: Path) -> None:
     limits = RateLimits(lambda: now_s)
     left = [limits.take(key)["x-ratelimit-remaining-requests"] for _ in range(3)]
     assert left == ["2", "1", "0"]
-    with pytest.raises(QueueFull, match=r"this key may ask 3 times a minute; try again in 20\.0 s"):
+    with pytest.raises(QueueFull, match=r"this key is limited to 3 requests per minute; try again in 20\.0 s"):
         limits.take(key)
     now_s = 20.0
     assert limits.take(key)["x-ratelimit-reset-requests"] == "60.0s"

@@ -87,7 +87,7 @@ def test_an_unsuitable_lora_is_refused_without_affecting_other_requests(
                 ("a cat <lora:xl>", "loras", "this adapter was made for another base"),
                 ("a cat <lora:torn>", "loras", "their ranks must be equal"),
                 ("a cat <lora:face>", "loras", "holds an IP-Adapter"),
-                ("a wide cat", "prompt", "wide.safetensors is 1024 numbers wide, this model reads 64"),
+                ("a wide cat", "prompt", "wide.safetensors is 1024 numbers wide, but this model reads 64"),
             ):
                 answer = server.paint(prompt, size="64x64")
                 error = error_of(answer)

@@ -137,7 +137,7 @@ def test_a_persistent_device_error_replaces_the_engine_with_503_for_its_requests
 def test_one_failed_image_fails_alone_and_an_unknown_device_error_replaces_the_engine(
     breaking: BreakingServer,
 ) -> None:
-    with breaking.losing("device", "a fault on purpose, and for good") as server:
+    with breaking.losing("device", "an injected, permanent fault") as server:
         breaking.break_next("unet.hang@20")
         first = server.engine
         failed = server.paint(num_steps=2, guidance_scale=1.0)
@@ -157,7 +157,7 @@ def test_an_engine_hanging_in_a_call_is_replaced_although_it_answers_pings(break
 def test_a_silent_engine_is_replaced_and_every_route_refuses_work_meanwhile(
     breaking: BreakingServer,
 ) -> None:
-    with breaking.losing("silence", "no word for") as server, ThreadPoolExecutor(1) as pool:
+    with breaking.losing("silence", "no response for") as server, ThreadPoolExecutor(1) as pool:
         engine = server.engine
         waiting = pool.submit(server.paint, **LONG)
         wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")

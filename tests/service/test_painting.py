@@ -177,7 +177,7 @@ def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, header: str)
 
 def test_an_internal_error_reveals_no_details() -> None:
     full = reply_to(OSError(errno.ENOSPC, "No space left on device", "/secret/path"))
-    assert (full.status, b"no room" in full.body, b"secret" in full.body) == (507, True, False)
+    assert (full.status, b"disk is full" in full.body, b"secret" in full.body) == (507, True, False)
     limited = reply_to(OSError(errno.EFBIG, "File too large", "/secret/path"))
     sick = reply_to(OSError(errno.EIO, "Input/output error", "/secret/path"))
     assert (limited.status, limited.body) == (507, full.body)

@@ -144,7 +144,7 @@ def test_every_api_withholds_blocked_images(filtered: RunningServer) -> None:
     blocked = filtered.paint()
     assert blocked.status_code == 400
     assert error_of(blocked) == {
-        "message": "the safety filter withholds the picture; ask for something else.",
+        "message": "the safety filter blocked the image; change the prompt.",
         "type": "image_generation_user_error", "param": None, "code": "moderation_blocked",
     }  # fmt: skip
     assert error_of(filtered.paint("a forbidden fox"))["param"] == "prompt"
@@ -198,7 +198,7 @@ def test_the_command_line_withholds_blocked_images(
     how = ("--steps", "2", "--seed", "1", "-o")
     assert ran("generate", "a fox", "-n", "2", *how, "a.png") == 1
     assert len(list(folder.glob("a*.png"))) == 1, "every second one is blocked"
-    assert "is withheld: the safety filter withholds the picture" in " ".join(capsys.readouterr().err.split())
+    assert "is withheld: the safety filter blocked the image" in " ".join(capsys.readouterr().err.split())
     for prompt, message in (("forbidden", "does not allow the prompt"), ("fall", "gives no answer")):
         assert ran("generate", prompt, *how, "b.png") != 0
         assert message in capsys.readouterr().err

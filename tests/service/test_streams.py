@@ -106,7 +106,10 @@ def test_a_failure_before_the_first_event_is_a_plain_error() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
-    [(QueueFull("too many"), "queue_full", "too many"), (RuntimeError("/secret"), "internal_error", "the server made")],
+    [
+        (QueueFull("too many"), "queue_full", "too many"),
+        (RuntimeError("/secret"), "internal_error", "internal server error"),
+    ],
 )
 def test_a_later_failure_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
     async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:

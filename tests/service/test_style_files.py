@@ -60,7 +60,7 @@ def test_a_prompt_may_have_several_lines(tmp_path: Path) -> None:
     [
         (b"late,at dusk\n", "its first line is 'late,at dusk\\n'; name the columns name,prompt,negative_prompt"),
         (b"", "its first line is ''"),
-        (b"name,prompt\n" + b"x" * MAX_BYTES, f"at most {MAX_BYTES} are read"),
+        (b"name,prompt\n" + b"x" * MAX_BYTES, f"at most {MAX_BYTES} are allowed"),
         (b'name,prompt\n"' + b"x" * 200_000 + b'",y\n', "field larger than field limit"),
         (b"\xff\xfen", "truncated data"),
     ],

@@ -95,7 +95,7 @@ def test_an_unreachable_deadline_reports_the_expected_time_and_retry_after(least
         "deadline_s",
         6.5,
     )
-    assert error_body["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
+    assert error_body["message"].startswith("deadline_s is 2, but this request would take about 6.5 s; ")
     back = error_of(msgspec.convert(error_body, ErrorObject), reply.headers)
     assert isinstance(back, DeadlineUnreachable)
     assert (back.predicted_s, back.retry_after_s) == (6.5, error.retry_after_s)
@@ -128,12 +128,12 @@ def test_embeddings_past_their_deadline_are_refused_with_the_expected_time() -> 
         backlog.pace.did(4.0)  # two per second
         ticket.advance(0, 0.0)
         backlog.check_deadline(8.0, 6.5)
-        with pytest.raises(DeadlineUnreachable, match=r"done in about 6\.0 s; try again") as caught:
+        with pytest.raises(DeadlineUnreachable, match=r"take about 6\.0 s; try again") as caught:
             backlog.check_deadline(8.0, 5.0)
         assert caught.value.retry_after_s == pytest.approx(1.0, abs=0.1)
         with pytest.raises(DeadlineUnreachable, match=r"about 10\.0 s"):
             backlog.check_deadline(8.0, 6.5, "batch")
-        with pytest.raises(DeadlineUnreachable, match="ask for less"):
+        with pytest.raises(DeadlineUnreachable, match="request less work"):
             backlog.check_deadline(8.0, 3.0)
 
 

@@ -94,7 +94,7 @@ def test_invalid_files_and_forbidden_unmarked_requests_are_reported(server: Runn
         "parameters": False,
     }  # fmt: skip
     unmarked = server.paint(watermark=False)
-    assert "watermark: false changes nothing" in unmarked.headers["x-diffserve-warnings"]
+    assert "watermark: false has no effect" in unmarked.headers["x-diffserve-warnings"]
     assert unmarked.headers[HEADER] == "xmp;wm"
     for path, field in (("/sdapi/v1/png-info", "image"), ("/sdapi/v1/img2img", "init_images")):
         url = "https://169.254.169.254/latest/meta-data"

@@ -109,4 +109,4 @@ def test_they_do_what_they_were_trained_for_and_their_words_are_known() -> None:
         how = DiffusionParams(num_steps=1, loras=loras)
         events = list(engine.stream(GenerationRequest(prompt="two gifts in the snow", diffusion=how)))
         [accepted] = [event for event in events if isinstance(event, Accepted)]
-        assert sum("never taught" in warning for warning in accepted.warnings) == num_tokens
+        assert sum("does not know" in warning for warning in accepted.warnings) == num_tokens

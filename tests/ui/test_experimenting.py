@@ -60,7 +60,7 @@ def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
 
     estimate, shown = asyncio.run(paint())
     assert "2 combinations of sampler and steps, 1 image each, and 1 converged one: about" in estimate
-    assert "only pictures of the embedded model" in estimate
+    assert "only images of the embedded model" in estimate
     last = shown[-1]
     assert "Generated 3 images" in last.status
     assert last.grid.count("<img") == 3

@@ -167,7 +167,7 @@ def test_the_table_has_a_row_for_each_cell_and_the_source_of_its_seconds(board_o
         ("ddpm", "4"), ("ddim", "4"), ("ddpm", "8"), ("ddim", "8"),
     ]  # fmt: skip
     assert [row["psnr_db"] for row in rows] == ["4", "4", "8", "8"]
-    assert {row["seconds_are"] for row in rows} == {"evaluations times the measured time of one alone"}
+    assert {row["seconds_are"] for row in rows} == {"evaluations times the measured time of a single one"}
     assert not {"engine_seconds", "images_per_s"} & set(rows[0]), "a client cannot know them"
     assert rows[0]["ms_per_step_alone_low"] == ""
 

@@ -188,3 +188,9 @@ def test_gradio_does_not_import_its_developer_tools() -> None:
         "import mcp, pyarrow"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize("port", ["-1", "0", "65536"])
+def test_an_impossible_port_is_one_line(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--port={port}"]) == 2
+    assert capsys.readouterr().err == f"ui: --port must be between 1 and 65535, got {port}.\n"

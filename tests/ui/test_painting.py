@@ -184,7 +184,7 @@ def test_a_rate_limit_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server.client, "generate_stream", lambda *_, **__: limits.take(key))
         painting = Visitor().paint(server, order())
         await until(lambda: bool(painting.shut_out))
-        assert progress_text(painting) == f"This key may ask 1 times a minute; {SHUT_OUT}"
+        assert progress_text(painting) == f"This key is limited to 1 requests per minute; {SHUT_OUT}"
         painting.stop()
         await painting.wait()
 

@@ -82,7 +82,8 @@ def test_qualities_and_samplers_have_descriptive_labels() -> None:
     one_step = msgspec.structs.replace(MODEL, quality_steps={"draft": 1, "standard": 4})
     assert quality_labels(MODEL)[1] == ("Standard, 25 steps", "standard")
     assert quality_labels(one_step)[0] == ("Draft, 1 step", "draft")
-    assert sampler_labels(MODEL) == [("Model's own (DPM++ 2M)", ""), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m")]
+    default = ("Default of the model (DPM++ 2M)", "")
+    assert sampler_labels(MODEL) == [default, ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m")]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_the_refiner_switch_is_read_back_and_another_refiner_causes_a_warning() 
     model = msgspec.structs.replace(MODEL, refiner="xl [01]")
     assert order_of(form_of(text, model), model).fields["switch_at"] == 0.75
     assert doubts(text, model) == ()
-    assert "painted by xl [01], which is not loaded" in doubts(text, MODEL)[0]
+    assert "used the refiner xl [01], which is not loaded" in doubts(text, MODEL)[0]
     assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
@@ -237,8 +238,8 @@ def test_unsupported_values_are_not_read_into_hidden_fields() -> None:
     assert fields["eta"] == 0.5
     assert not {"clip_skip", "similarity_threshold"} & fields.keys()
     similar, refused = doubts(text, model)
-    assert "began from a kept picture" in similar
-    assert refused == "The model refuses what it was painted with: Clip skip; expect another picture."
+    assert "started from a stored image" in similar
+    assert refused == "The model does not support some of its settings (Clip skip): the result will differ."
 
 
 def test_adapters_are_read_by_name_and_scale_and_must_exist() -> None:
@@ -248,14 +249,14 @@ def test_adapters_are_read_by_name_and_scale_and_must_exist() -> None:
     assert fields["loras"] == [{"name": "ink", "scale": 0.5}, {"name": "paper cut", "scale": 1.0}]
     assert "loras" not in order_of(Form(prompt="a fox", loras=" , "), model).fields
     for odd, why in (
-        ("chalk", "no adapter 'chalk'; there are ink, paper cut"),
+        ("chalk", "no adapter 'chalk'; choose from ink, paper cut"),
         ("fur:0.5", "adapter 'fur' cannot be used: it is DoRA; plain LoRA is served."),
         ("ink:x", "write NAME or NAME:SCALE"),
     ):
         with pytest.raises(InvalidRequest, match=why) as raised:
             order_of(Form(prompt="a fox", loras=odd), model)
         assert raised.value.param == "loras"
-    with pytest.raises(InvalidRequest, match="none are served here"):
+    with pytest.raises(InvalidRequest, match="this server has none"):
         order_of(Form(prompt="a fox", loras="ink"), MODEL)
 
 
@@ -267,11 +268,11 @@ def test_a_controlnet_uses_its_selected_image() -> None:
     assert control == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
     assert "controlnets" not in order_of(Form(prompt="a fox", control=""), model, None, b"file").fields
     for changes, picture, why in (
-        ({"control": "depth"}, b"file", "no ControlNet 'depth'; there are edges"),
-        ({}, None, "has no picture to go by; choose one"),
+        ({"control": "depth"}, b"file", "no ControlNet 'depth'; choose from edges"),
+        ({}, None, "has no control image; choose one"),
         ({"control_scale": "3"}, b"file", "from 0 to 2"),
         ({"control_steps": "0.5-0.5"}, b"file", "0 <= start < end <= 1"),
-        ({"control_steps": "half"}, b"file", "The ControlNet's part is 'half'"),
+        ({"control_steps": "half"}, b"file", "The active range of the ControlNet is 'half'"),
     ):
         with pytest.raises(InvalidRequest, match=why):
             order_of(msgspec.structs.replace(form, **changes), model, None, picture)
@@ -327,7 +328,7 @@ def test_an_image_of_another_model_causes_a_warning() -> None:
 
 def test_an_image_made_from_another_image_causes_a_warning() -> None:
     (doubt,) = doubts(f"{TEXT}, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8", MODEL)
-    assert "a prompt 0.9712 similar, without 8 steps" in doubt
+    assert "prompt similarity 0.9712 and skipped 8 steps" in doubt
     assert doubts(f"{TEXT}, Similarity threshold: 0.9", MODEL) == ()
     (doubt,) = doubts(f'{TEXT}, ControlNet 0: "{Control("edges").label}"', MODEL)
     assert "not in the file" in doubt
@@ -356,7 +357,7 @@ def test_free_text_of_an_image_reaches_only_text_fields(pair: str) -> None:
         ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "The prompt has 32001 characters; at most 32000"),
         ({"negative_prompt": "x" * 1_000_000}, "The negative prompt has 1000000 characters"),
         ({"steps": "5" * 201}, "The steps has 201 characters; at most 200"),
-        ({"sampler": ["ddim"]}, "The sampler is no text"),
+        ({"sampler": ["ddim"]}, "The sampler must be text"),
     ],
 )
 def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -383,5 +384,5 @@ def test_an_image_without_parameters_is_refused() -> None:
 
     file = BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
-    with pytest.raises(InvalidRequest, match="does not say how it was painted"):
+    with pytest.raises(InvalidRequest, match="has no generation parameters"):
         infotext_of(file.getvalue())

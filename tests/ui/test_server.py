@@ -49,8 +49,8 @@ def test_an_older_server_causes_a_request_to_update_it() -> None:
     [
         (InvalidRequest("size is 9x9; give\nmore"), "Size is 9x9; give more."),
         (QueueFull("the queue is full.", retry_after_s=3.6), "The queue is full. Try again in 4 s."),
-        (OSError(28, "No space left on device"), "make room on its disk"),
-        (ValueError("internals"), "its log says more"),
+        (OSError(28, "No space left on device"), "free some disk space"),
+        (ValueError("internals"), "internal error; see its log"),
     ],
 )
 def test_an_error_is_a_message_with_the_fix(error: Exception, message: str) -> None:

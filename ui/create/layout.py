@@ -263,7 +263,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
         negative = gr.Textbox("", label="Negative prompt", info="What to avoid.", elem_id="negative-prompt")
         with gr.Row():
-            steps = number_field("Steps", "from quality", "steps", info="Number of denoising steps.")
+            steps = number_field("Steps", "set by quality", "steps", info="Number of denoising steps.")
             guidance = number_field("Guidance", "default", "guidance", info="How closely to follow the prompt.")
         sampler = gr.Dropdown(
             [("Default", "")],
@@ -277,7 +277,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             [("Default", ""), *((f"{words} ({name})", name) for name, words in SPACINGS.items())],
             value="",
             label="Step spacing",
-            info="How the steps are spread over the noise levels.",
+            info="How the timesteps are distributed.",
             elem_id="spacing",
         )
         noise_source = gr.Dropdown(
@@ -288,7 +288,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             elem_id="noise-source",
         )
         with gr.Row():
-            size = number_field("Size", "from aspect", "size", info="In pixels, 512x512.")
+            size = number_field("Size", "set by aspect", "size", info="In pixels, 512x512.")
             loras = number_field("Adapters", "none", "loras", info="LoRA names with weights: ink:0.8, paper.")
         typed: dict[str, gr.Textbox] = {}
         names = tuple(TYPED)

@@ -215,7 +215,7 @@ class Painting:
             if await self._server.client.interrupt(request_id):
                 await asyncio.wait([self._task], timeout=STOP_S)
         except DiffserveError as error:
-            log.warning("a painting could not be interrupted: %s", error.message)
+            log.warning("a request could not be interrupted: %s", error.message)
         self._task.cancel()
 
     async def wait(self) -> None:
@@ -230,7 +230,7 @@ class Painting:
         except DiffserveError as error:
             self.error = sentence(error)
         except Exception as error:
-            log.exception("a painting failed inside the page")
+            log.exception("a request failed inside the page")
             self.error = sentence(error)
         finally:
             self.seconds = time.monotonic() - self._started_s
@@ -333,7 +333,7 @@ class Painting:
 
 
 def _origin_text(similarity: float, skipped_steps: int) -> str:
-    return f", without the first {skipped_steps} from a prompt {similarity:g} similar"
+    return f", first {skipped_steps} steps skipped (prompt similarity {similarity:g})"
 
 
 def _numbered(indices: Sequence[int]) -> str:

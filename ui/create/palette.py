@@ -105,7 +105,7 @@ def warning_of(words: Sequence[str]) -> str:
     num_hidden = len(words) - MOST_NAMED
     word_labels += [f"{num_hidden} more"] if num_hidden > 0 else []
     listed = f"{', '.join(word_labels[:-1])} and {word_labels[-1]}" if len(word_labels) > 1 else word_labels[0]
-    return f'<p role="status">This model does not know {listed}, and would ignore it.</p>'
+    return f'<p role="status">This model does not know {listed} and ignores it.</p>'
 
 
 def _rows(world: World) -> Iterator[str]:

@@ -29,16 +29,16 @@ ASPECTS: Final[dict[str, float]] = {"square": 1.0, "portrait": 2 / 3, "landscape
 """Ratio of width to height by the name of the aspect."""
 
 SPACINGS: Final = {
-    "leading": "even, begins a little late",
-    "trailing": "even, begins in pure noise",
-    "linspace": "even, from end to end",
-    "quadratic": "denser near the picture",
+    "leading": "even, starts slightly below full noise",
+    "trailing": "even, starts at pure noise",
+    "linspace": "even, from first to last timestep",
+    "quadratic": "denser near the finished image",
 }
 """Labels of the timestep spacings."""
 
 NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
-    "A generator for each picture": "cpu",
-    "As NVIDIA's GPUs draw it (NV)": "device",
+    "One CPU generator per image": "cpu",
+    "Same as an NVIDIA GPU (NV)": "device",
 }
 
 TOLD_OTHERWISE: Final = ("switch_at", "similarity_threshold")
@@ -183,7 +183,7 @@ def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
         for name in names_for(lora.name, image.refused_loras):
             message = f"The adapter {lora.name!r} cannot be used: {image.refused_loras[name]}"
             raise InvalidRequest(message, param="loras")
-        there = f"there are {', '.join(image.loras[:12])}." if image.loras else "none are served here."
+        there = f"choose from {', '.join(image.loras[:12])}." if image.loras else "this server has none."
         raise InvalidRequest(f"There is no adapter {lora.name!r}; {there}", param="loras")
     return [msgspec.to_builtins(lora) for lora in loras]
 
@@ -194,13 +194,13 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
     if not name:
         return []
     if not names_for(name, image.controlnets):
-        there = f"there are {', '.join(image.controlnets[:12])}." if image.controlnets else "none are served here."
+        there = f"choose from {', '.join(image.controlnets[:12])}." if image.controlnets else "this server has none."
         raise InvalidRequest(f"There is no ControlNet {name!r}; {there}", param="controlnets")
     if picture is None:
-        message = f"The ControlNet {name!r} has no picture to go by; choose one beside it, or no ControlNet."
+        message = f"The ControlNet {name!r} has no control image; choose one, or select no ControlNet."
         raise InvalidRequest(message, param="controlnets")
     scale = read_number(form.control_scale, "strength of the ControlNet", MAX_SCALE)
-    start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
+    start, end = read_interval(form.control_steps, "controlnets", "active range of the ControlNet") or (0.0, 1.0)
     strength, preprocessor = 1.0 if scale is None else scale, form.preprocessor or PASSED_THROUGH
     control = Control(name, strength, start, end, preprocessor, resize=True)
     left_out = ("image", "thresholds", "resolution")
@@ -239,7 +239,7 @@ def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
     """Return (label, value) of every sampler; the empty value means the model's default."""
     default = image.sampler(image.default_sampler)
     label = default.label if default is not None else image.default_sampler
-    return [(f"Model's own ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
+    return [(f"Default of the model ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
 
 
 def infotext_of(data: bytes, reader: ImageReader = images) -> str:
@@ -250,7 +250,7 @@ def infotext_of(data: bytes, reader: ImageReader = images) -> str:
     text = reader.read_infotext(data)
     if not text:
         raise InvalidRequest(
-            "This picture does not say how it was painted; choose a PNG as it was downloaded, not an edited copy.",
+            "This image has no generation parameters; choose the PNG as downloaded, not an edited copy.",
             param="image",
         )
     return text
@@ -300,35 +300,35 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     digest, spacing = read.fields.get("Model hash"), read.fields.get("Spacing")
     if digest and image.digest and digest not in image.digest:  # the digest of a model that is not loaded is empty
         name = read.fields.get("Model", digest)
-        reasons.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
+        reasons.append(f"It was generated with {name}, which is not the loaded model: the result will differ.")
     elif read.is_shortened:
-        reasons.append("Its prompt was too long for the file, the end is missing: expect another picture.")
+        reasons.append("Its prompt was too long for the file and was cut off: the result will differ.")
     if "Similarity" in read.fields:
         reasons.append(
-            f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
-            f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
+            f"It started from a stored image with prompt similarity {read.fields['Similarity'][:8]} and skipped "
+            f"{read.fields.get('Skipped steps', '0')[:8]} steps; that image is not in the file: the result will differ."
         )
     if "Interrupted after" in read.fields:
         steps = f"{read.fields['Interrupted after'][:8]} of {read.fields.get('Steps', '?')[:8]} steps"
-        reasons.append(f"It was interrupted after {steps}: expect the finished picture.")
+        reasons.append(f"It was interrupted after {steps}: the result will be the finished image.")
     if is_enlarged(read):
         reasons.append(
-            "It was enlarged in a second pass (hires fix), which is not done here: expect it as it was before."
+            "It was enlarged in a second pass (hires fix), which is not supported: the result will be smaller."
         )
     elif "Denoising strength" in read.fields:
-        reasons.append("It began from a picture, which is not in the file: choose that under Edit a picture.")
+        reasons.append("It started from an image that is not in the file: choose that image under Edit an image.")
     if "ControlNet 0" in read.fields:
-        reasons.append("It went by pictures for ControlNets, which are not in the file: expect another picture.")
+        reasons.append("It used control images that are not in the file: the result will differ.")
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
-        reasons.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
+        reasons.append(f"Its last steps used the refiner {refiner[:80]}, which is not loaded: the result will differ.")
     refused = [TYPED[name] for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
     if refused:
-        reasons.append(f"The model refuses what it was painted with: {', '.join(refused)}; expect another picture.")
-    if spacing and _spacing(read.fields) is None:
         reasons.append(
-            f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."
+            f"The model does not support some of its settings ({', '.join(refused)}): the result will differ."
         )
+    if spacing and _spacing(read.fields) is None:
+        reasons.append(f"Its step spacing {spacing[:40]!r} is unknown; choose a step spacing under Advanced.")
     return tuple(reasons)
 
 
@@ -361,7 +361,9 @@ def _steps(form: Form, image: ImageCapabilities) -> int:
     default = image.quality_steps.get(form.quality or "", image.default_num_steps)
     max_steps = image.train_timesteps
     return (
-        read_count(form.steps, "number of steps", max_steps, "the quality's own", param="num_inference_steps")
+        read_count(
+            form.steps, "number of steps", max_steps, "the number of the quality preset", param="num_inference_steps"
+        )
         or default
     )
 

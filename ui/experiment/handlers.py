@@ -106,7 +106,7 @@ def _samplers(names: Sequence[str]) -> tuple[str, ...]:
         raise InvalidRequest("no sampler is chosen; choose at least one.", param="samplers")
     if not all(isinstance(name, str) and len(name) <= MAX_SAMPLER_CHARS for name in names):
         raise InvalidRequest(
-            f"a sampler is chosen that is no name of at most {MAX_SAMPLER_CHARS} characters; choose from the list.",
+            f"a chosen sampler is not a name of at most {MAX_SAMPLER_CHARS} characters; choose from the list.",
             param="samplers",
         )
     return tuple(dict.fromkeys(names))
@@ -116,11 +116,11 @@ def _prompts(text: str) -> tuple[str, ...]:
     """Split ``text`` into its nonempty lines and check their number."""
     if len(text) > MAX_FORM_CHARS:
         raise InvalidRequest(
-            f"the prompts have {len(text)} characters; at most {MAX_FORM_CHARS} are taken.", param="prompts"
+            f"the prompts have {len(text)} characters; at most {MAX_FORM_CHARS} are allowed.", param="prompts"
         )
     prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not prompts:
-        raise InvalidRequest("there is no prompt; write at least one, each on a line of its own.", param="prompts")
+        raise InvalidRequest("there is no prompt; write at least one, one per line.", param="prompts")
     if len(prompts) > MAX_PICTURES:
         raise InvalidRequest(
             f"there are {len(prompts)} prompts, and the page generates at most {MAX_PICTURES} images; write fewer.",
@@ -136,7 +136,7 @@ def _guidance(value: str | float | None, default: float) -> float:
     scales = numbers(text, "guidance")
     if len(scales) > 1:
         raise InvalidRequest(
-            f"guidance is {quote(text)}; the page compares at one scale, give one number.", param="guidance"
+            f"guidance is {quote(text)}; the page compares at a single scale; give one number.", param="guidance"
         )
     return scales[0]
 

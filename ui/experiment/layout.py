@@ -28,7 +28,7 @@ DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a b
 DEFAULT_SEEDS: Final = 2
 NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Estimating the duration."
-LOST: Final = "This experiment was lost with the server; press Run to start it again."
+LOST: Final = "This experiment was lost when the server stopped; press Run to start it again."
 ASK_AGAIN_S: Final = 2.0
 """How often the estimate is retried while the models load."""
 
@@ -95,7 +95,7 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
             DEFAULT_SEEDS, label="Seeds", info="per prompt", precision=0, min_width=80, elem_id="exp-seeds"
         )
         first_seed = gr.Number(
-            0, label="First seed", info="then ascending", precision=0, min_width=80, elem_id="exp-first-seed"
+            0, label="First seed", info="increases by 1 per image", precision=0, min_width=80, elem_id="exp-first-seed"
         )
         guidance = gr.Textbox(
             "",

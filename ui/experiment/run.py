@@ -75,7 +75,7 @@ class GridRun:
                 self.stop()
             await asyncio.wait([task])
             if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("an experiment failed inside the page", exc_info=error)
+                log.error("an experiment of the page failed", exc_info=error)
                 self.error = error
 
     def stop(self) -> None:

@@ -33,7 +33,7 @@ TELL_EVERY_S: Final = 1.0
 CURVES_EVERY_S: Final = 4.0
 """Shortest time between updates of the curves, which take about 0.2 s of a core."""
 
-SECONDS_ARE: Final = "evaluations times the measured time of one alone"
+SECONDS_ARE: Final = "evaluations times the measured time of a single one"
 THUMBNAIL_PX: Final = 256
 MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
 UNMEASURED: Final = (
@@ -151,7 +151,7 @@ class View:
             return status("measuring how long one image takes alone", share=1.0)
         text = f"image {run.board.num_painted} of {plan.num_images}, {seconds_text(run.seconds_left(self._speed))} left"
         if run.is_waiting:
-            text += "; the server's queue is full, the rest waits for room"
+            text += "; the server's queue is full; the remaining images wait"
         return status(text, share=min(1.0, run.board.rows_done / plan.num_painted_rows))
 
     def _end_status(self) -> str:
@@ -178,9 +178,9 @@ def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
         if (best := chart.knee) is not None:
             cell, measure = best.summary.cell, chart.measure
             return (
-                f"Dashed: settings that no other beats in both quality and time. Ringed, its knee: "
+                "Dashed: settings that no other beats in both quality and time (Pareto front). Circled, its knee: "
                 f"{names.get(cell.sampler, cell.sampler)} with {cell.num_steps} steps; beyond {best.x:.2g} s and "
-                f"{measure.write(best.value.value)} ({measure.title}) more time improves it less."
+                f"{measure.write(best.value.value)} ({measure.title}) more time helps less."
             )
     return ""
 

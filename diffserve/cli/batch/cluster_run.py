@@ -129,7 +129,7 @@ class ShardWorker:
             self._painter = self._open(self._job.settings)
         if len(list(self._place.parts(shard.number))) >= MOST_TRIES:
             first, last = shard.rows[0].number, shard.rows[-1].number
-            message = f"{MOST_TRIES} workers were lost while they painted lines {first} to {last}"
+            message = f"{MOST_TRIES} workers were lost while they generated lines {first} to {last}"
             hint = f"if they ran out of memory, lower --concurrency {self._job.concurrency}."
             raise InvalidRequest(f"{message}; {hint}", param="prompts")
         earlier = self._place.outcomes(shard)

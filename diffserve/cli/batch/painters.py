@@ -192,7 +192,7 @@ class LocalPainter:
         if isinstance(body, EditBody):
             body, start = read_start(body)
         if body.model not in (None, info.model_id):
-            message = f"model is {body.model!r}, but this batch runs {info.model_id!r}; leave model out."
+            message = f"model is {body.model!r}, but this batch runs {info.model_id!r}; omit model."
             raise ModelNotFound(message, param="model")
         painting = plan_images(
             body,

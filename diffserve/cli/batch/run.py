@@ -146,4 +146,4 @@ class _Run:
 
     def _progress_text(self) -> str:
         num_painted = sum(bool(outcome.files) for outcome in self._manifest.outcomes)
-        return f"{num_painted} {'line is' if num_painted == 1 else 'lines are'} painted, and"
+        return f"{num_painted} {'line is' if num_painted == 1 else 'lines are'} done;"

@@ -9,10 +9,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,11 +25,12 @@ from diffserve.cli.generate import EXIT_FAILED, note
 from diffserve.client import ServerLost, ServerUnreachable
 
 FATAL_CODES: Final = frozenset({"invalid_api_key", "insufficient_permissions"})
+INVALID_JSON: Final = "invalid_json"
 MAX_CONCURRENCY: Final = 64
 MAX_ERRORS_SHOWN: Final = 20
 """Number of failed lines that standard error lists; the manifest has all."""
 
-CONTINUE_HINT: Final = "the same command paints what is missing"
+CONTINUE_HINT: Final = "run the same command again to continue"
 POLL_S: Final = 0.2
 PROGRESS_NOTE_S: Final = 30.0
 """Interval of progress notes when standard error is not a terminal."""
@@ -214,7 +215,13 @@ def follow(
 def explain_stop(error: DiffserveError, progress: str = "") -> None:
     """Add to the message of an error that stops a batch what was done, ``progress``, and how to continue."""
     hint = " Free some space there:" if error.message.startswith("cannot write") else ""
-    error.message = " ".join(f"{error.message}{hint} {progress} {CONTINUE_HINT}.".split())
+    continuation = f"{progress} {CONTINUE_HINT}.".strip()
+    error.message = f"{error.message}{hint} {continuation[0].upper()}{continuation[1:]}"
+
+
+def _is_user_error(error: Mapping[str, Any]) -> bool:
+    """Return whether a failed line must be corrected, because it would fail again unchanged."""
+    return bool(error.get("param")) or error.get("code") == INVALID_JSON
 
 
 def summarize(outcomes: Iterable[Outcome], num_lines: int, num_before: int, folder: Path, console: Console) -> int:
@@ -235,12 +242,12 @@ def summarize(outcomes: Iterable[Outcome], num_lines: int, num_before: int, fold
             continue
         num_failed += 1
         if num_failed <= MAX_ERRORS_SHOWN:
-            is_user_error = is_user_error or bool(outcome.error.get("param"))
+            is_user_error = is_user_error or _is_user_error(outcome.error)
             note(console, f"line {outcome.line}: {outcome.error.get('message')}")
     if num_failed > MAX_ERRORS_SHOWN:
         note(console, f"{num_failed - MAX_ERRORS_SHOWN} more lines failed; see {folder / NAME}.")
-    before_text = f", {num_before} of them before" if num_before else ""
-    next_step = "; correct the refused lines, and then" if is_user_error else ", and"
-    failed_text = f"; {num_failed} failed{next_step} {CONTINUE_HINT}" if num_failed else ""
-    print(f"{num_painted} of {num_lines} lines are painted into {folder}{before_text}{failed_text}")
+    before_text = f", {num_before} of them in earlier runs" if num_before else ""
+    next_step = "correct the invalid lines, then run" if is_user_error else "run"
+    failed_text = f"; {num_failed} failed; {next_step} the same command again to retry" if num_failed else ""
+    print(f"{num_painted} of {num_lines} lines are done in {folder}{before_text}{failed_text}")
     return EXIT_FAILED if num_failed or num_painted < num_lines else 0

@@ -124,7 +124,7 @@ class ShardFolder:
             raise InvalidRequest(message, param="output") from None
         if lines not in (None, layout.lines) or webdataset != layout.webdataset:
             options = f"--shard-lines {layout.lines}{' --webdataset' if layout.webdataset else ''}"
-            message = f"the batch in {str(folder)!r} was begun with {options}; use these options, or another folder."
+            message = f"the batch in {str(folder)!r} was started with {options}; use these options, or another folder."
             raise InvalidRequest(message, param="output")
         return cls(folder, layout)
 

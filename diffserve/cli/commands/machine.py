@@ -17,7 +17,7 @@ def doctor(
     settings: SettingsOptions,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Estimate the minimum step time on this GPU, present or not: h100, l4, rtx4090..."),
+        typer.Option(help="Estimate the minimum step time on a GPU that need not be present: h100, l4, rtx4090..."),
     ] = None,
 ) -> int:
     """Check this machine, the model and the settings.

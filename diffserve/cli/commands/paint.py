@@ -220,16 +220,16 @@ def batch(
         from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
 
-        message = "--cluster cannot read standard input, FILE is -; give a file that the workers can read."
+        message = "--cluster cannot read standard input; give a file that all workers can read instead of -."
         check(str(prompts) != "-", message, "prompts")
-        check(not server, "--cluster and --server name two places to run; give one of them.", "--cluster")
+        check(not server, "--cluster and --server exclude each other; give only one of them.", "--cluster")
         options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
         return run_there(prompts, output, options, settings, concurrency=concurrency)
     cluster_options = {
         "--address": address, "--workers": workers, "--shard-lines": shard_lines, "--webdataset": webdataset,
     }  # fmt: skip
     for option, value in cluster_options.items():
-        message = f"{option} is given without --cluster; add --cluster, or leave {option} out."
+        message = f"{option} needs --cluster; add --cluster, or omit {option}."
         check(not value, message, option)
     if str(prompts) == "-":
         from diffserve.cli.batch.lines import standard_input

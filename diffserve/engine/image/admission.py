@@ -117,8 +117,8 @@ class ImageAdmission:
         last = seed + num_further if varied is None else max(seed, varied + num_further)
         if last >= DISTINCT_SEEDS:
             warnings += (
-                f"seeds from {DISTINCT_SEEDS} on repeat the smaller ones: {last} paints what {last % DISTINCT_SEEDS} "
-                "paints.",
+                f"seeds of {DISTINCT_SEEDS} or more repeat smaller ones: {last} gives the same image as "
+                f"{last % DISTINCT_SEEDS}.",
             )
         return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
 
@@ -130,21 +130,25 @@ class ImageAdmission:
         strength = 1.0 if request.init_image is None else params.strength
         num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
         scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-        too_many_steps = f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}."
+        too_many_steps = f"num_steps is {num_steps}; this model allows at most {info.train_timesteps}."
         check(num_steps <= info.train_timesteps, too_many_steps, "num_inference_steps")
         if scale < 1.0:
-            warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
+            warnings += (f"guidance_scale {scale:g} was replaced by 1, which means no guidance.",)
             scale = 1.0
         rows = self._row_settings(params, num_steps, strength, scale)
         table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
-            warnings += (f"guidance_interval has no meaning for {info.model_id}, which is told guidance as a number.",)
+            warnings += (
+                f"guidance_interval has no effect on {info.model_id}, which takes the guidance scale as an input.",
+            )
         cannot = (
             f"cache_interval is {params.cache_interval}; the UNet of {info.model_id} cannot be split into a deep and a "
             "shallow part: leave it out, or give 1."
         )
         check(params.cache_interval == 1 or info.shallow_share is not None, cannot, "cache_interval")
-        alone = f"cache_interval is {params.cache_interval}; ControlNets need every step in full: give 1, which is off."
+        alone = (
+            f"cache_interval is {params.cache_interval}; it cannot be combined with ControlNets: give 1, which is off."
+        )
         check(params.cache_interval == 1 or not params.controlnets, alone, "cache_interval")
         no_refiner = (
             f"switch_at is {params.switch_at}; {info.model_id} has no refiner to switch to: leave it out, or name one "
@@ -152,22 +156,22 @@ class ImageAdmission:
         )
         check(params.switch_at is None or bool(info.refiner), no_refiner, "switch_at")
         if params.switch_at is not None and switch is None:
-            warnings += (f"switch_at {params.switch_at:g} leaves the refiner none of {num_steps} steps.",)
-        most_skip = f"the text encoders of {info.model_id} take 1 to {info.most_clip_skip}."
+            warnings += (f"switch_at {params.switch_at:g} leaves no steps of {num_steps} to the refiner.",)
+        most_skip = f"{info.model_id} allows 1 to {info.most_clip_skip}."
         too_far = f"clip_skip is {params.clip_skip}; {most_skip}"
         check(params.clip_skip <= info.most_clip_skip, too_far, "clip_skip")
-        no_sizes = f"{info.model_id} is told no sizes; micro_conditioning is SDXL's: leave it out."
+        no_sizes = f"{info.model_id} has no size conditioning; micro_conditioning is only for SDXL: leave it out."
         check(params.micro_conditioning is None or info.has_size_conditioning, no_sizes, "micro_conditioning")
         if params.similarity_threshold is not None:
             self._check_may_begin_from_similar(params.similarity_threshold, kind)
         if params.variation_seed is not None and not params.variation_strength:
-            warnings += ("variation_seed changes nothing without variation_strength.",)
+            warnings += ("variation_seed has no effect without variation_strength.",)
         if params.token_merging:
             warnings += ("token_merging has no effect: it was removed in 0.2.",)
         if params.guidance_rescale and not guided.any():
-            warnings += ("guidance_rescale has no meaning without guidance.",)
+            warnings += ("guidance_rescale has no effect without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
-            warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
+            warnings += ("the negative prompt has no effect without guidance and was not used.",)
         recipe = {name: getattr(params, name) for name in DenoisingRecipe.__struct_fields__}
         recipe |= {name: getattr(table, name) for name in ("sampler", "spacing", "sigma_schedule", "eta")}
         recipe |= {"num_steps": num_steps, "guidance_scale": scale, "variation_seed": _variation_seed(request)}
@@ -191,9 +195,12 @@ class ImageAdmission:
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         prefix = f"similarity_threshold is {threshold:g}; "
-        none_kept = "no latents are kept here: leave it out, or have engine.latent_cache_bytes set."
+        none_kept = "this server has no latent cache: leave it out, or set engine.latent_cache_bytes."
         check(self._keeps_latents, prefix + none_kept, "similarity_threshold")
-        from_text = "it is for pictures from text alone: leave it out, or the init image and an inpainting model."
+        from_text = (
+            "it is only for text-to-image: leave it out, or leave out the init image and do not use an inpainting "
+            "model."
+        )
         check(kind == "text", prefix + from_text, "similarity_threshold")
 
     def _without_first(
@@ -318,7 +325,7 @@ class ImageAdmission:
 
     def _check_side(self, name: str, side_px: int) -> None:
         multiple, max_side = self.info.size_multiple_px, self.info.max_side_px
-        too_long = f"{name} is {side_px} px; this model paints at most {max_side} px a side."
+        too_long = f"{name} is {side_px} px; this model allows at most {max_side} px per side."
         check(side_px <= max_side, too_long, "size", "invalid_size")
         below = side_px // multiple * multiple
         tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= max_side)
@@ -391,7 +398,7 @@ def _check_picture(
 ) -> None:
     check(
         (picture.width_px, picture.height_px) == (width_px, height_px),
-        f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
+        f"the {name} is {picture.width_px}x{picture.height_px} px, the generated image {width_px}x{height_px}; "
         f"resize the {name} first.",
         param or name,
         "invalid_image",

@@ -148,7 +148,7 @@ class CompiledGroups:
 
     def doubt(self, group: GroupKey, now_s: float) -> None:
         """Record that it is unclear whether ``group`` is faster."""
-        logger.info("other load hid whether compiled calls are faster, so they are measured again later")
+        logger.info("the speed of compiled calls could not be measured under load; it is measured again later")
         self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:
@@ -215,7 +215,9 @@ def check(
     facts_of_references: list[GroupFacts] = []
     references = [size for size in (SOLO, SHARED) if size in sizes]
     if is_exact and not references:
-        raise ArithmeticError(f"there is no package of {SOLO} or of {SHARED} rows, which decides the bytes of a row")
+        raise ArithmeticError(
+            f"there is no package of {SOLO} or of {SHARED} rows, which is needed for reproducible results"
+        )
     for reference in references if is_exact else [None]:
         facts_of_references.append(
             (yield from study(compiled, sizes, reference=reference, counts=counts, is_patient=is_exact))

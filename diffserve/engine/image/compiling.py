@@ -95,7 +95,7 @@ class CompilerProcess:
     def last_line(self, code: int) -> str:
         """Return the signal that ended the process, or else the last line that it wrote to standard error."""
         if code < 0:
-            return f"the compiler's process was ended by {signal.Signals(-code).name}"
+            return f"the compiler process was killed by {signal.Signals(-code).name}"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"
@@ -179,14 +179,14 @@ class BackgroundCompiler:
                 done = self._group
             else:
                 self._is_broken = True  # the next group would fare no better
-                logger.warning("compiling failed, so the UNet stays as it is: %s", self._process.last_line(code))
+                logger.warning("compiling failed, so the UNet is not compiled: %s", self._process.last_line(code))
             self._end()
         if self._queue and not self._is_broken:
             try:
                 self._begin(*self._queue.popitem(last=False))
             except OSError as error:  # a full disk or no more processes must not fail images
                 self._is_broken = True
-                logger.warning("nothing can be compiled, so the UNet stays as it is: %s", error)
+                logger.warning("nothing can be compiled, so the UNet is not compiled: %s", error)
         return done
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ class PathChooser:
         except ArithmeticError as error:
             return PathChoice(PLAIN, str(error))
         if facts.is_alone:
-            return PathChoice(PLAIN, "bytes of a row depend on its place in a compiled call")
+            return PathChoice(PLAIN, "the result of a row depends on its position in a compiled call")
         self._calls.take(compiled, facts)
         return PathChoice(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
 

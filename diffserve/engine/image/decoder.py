@@ -143,7 +143,7 @@ class ImageDecoder:
                     started_s, decoded, index, latents, self._fetch_latents(task, latents, index)
                 )
         except Exception as error:
-            reason = failure_of(error, "painting this image")
+            reason = failure_of(error, "generating this image")
             without_frames(error)
             if len(tasks) == 1:
                 outcome.failures[tasks[0]] = reason
@@ -170,7 +170,7 @@ class ImageDecoder:
                     latent_key_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
                 )
         except Exception as error:
-            outcome.failures[task] = failure_of(error, "painting this image")
+            outcome.failures[task] = failure_of(error, "generating this image")
         outcome.decode_s[task] = self.clock() - decoding.started_s
 
     def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
@@ -209,8 +209,8 @@ class ImageDecoder:
             without_frames(error)
         self._caller.free_caches()
         if len(latents) > 1:
-            raise torch.OutOfMemoryError("no memory to decode pictures together")
-        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
+            raise torch.OutOfMemoryError("not enough memory to decode images in one batch")
+        logger.warning("not enough memory to decode an image at once: it is decoded in tiles")
         with self._queue:
             return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))
 

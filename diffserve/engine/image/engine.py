@@ -62,7 +62,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         trace_ticks: Number of ticks to remember for inspection.
     """
 
-    doing = "painting this image"
+    doing = "generating this image"
     outcome = TickOutcome
     terminal = TERMINAL
 

@@ -265,12 +265,15 @@ class ModelLoading:
             return
         idle = sorted((other for other in self._entries if other.is_idle), key=lambda other: other.used_s)
         idle_bytes = sum(other.info.weights_bytes for other in idle if other.info)
-        logger.info("%s takes %s with a step, %s are free", entry.name, format_bytes(needs), format_bytes(free))
+        logger.info(
+            "%s needs %s, including a denoising step; %s are free", entry.name, format_bytes(needs), format_bytes(free)
+        )
         if free + idle_bytes < needs:
             busy = [other.name for other in self._entries if other.engine is not None and not other.is_idle]
             raise InsufficientMemory(
-                f"{entry.name} takes {format_bytes(needs)} with a step, and {format_bytes(free + idle_bytes)} are free"
-                + (f" beside {', '.join(busy)}, at work: try again later" if busy else "")
+                f"{entry.name} needs {format_bytes(needs)}, including a denoising step, and "
+                f"{format_bytes(free + idle_bytes)} are free"
+                + (f" while {', '.join(busy)} is in use: try again later" if busy else "")
                 + "; choose a smaller model or dtype, or set engine.offload."
             )
         for other in idle:

@@ -98,7 +98,9 @@ class ImageOutputs:
         lora_digests, word_digests = self._digests(live)
         pixels = restore_outside_mask(live.request.init_image, live.request.mask_image, image.pixels)
         interrupted_after = task.step_index if task.is_interrupted and task.row_index < settings.num_rows else 0
-        interruption = f"interrupted after {interrupted_after} of {task.table.num_steps} steps: it is not finished."
+        interruption = (
+            f"interrupted after {interrupted_after} of {task.table.num_steps} steps; the image is unfinished."
+        )
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
@@ -196,18 +198,16 @@ class ImageScores:
         if request.best_of is None:
             return ()
         value = f"best_of is {request.best_of}; "
-        no_scorer = (
-            "no scorer is loaded to choose by: leave it out, or set model.scorer to the directory of a CLIP model."
-        )
+        no_scorer = "no scorer is loaded: leave it out, or set model.scorer to the directory of a CLIP model."
         check(self._scorer is not None, value + no_scorer, "best_of")
         if not isinstance(self._scorer, CheckerScorer):
             return ()
-        large = f"the {CHECKER} reads images of at most {MAX_SIDE_PX} px a side, not {width_px}x{height_px}."
+        large = f"the {CHECKER} reads images of at most {MAX_SIDE_PX} px per side, not {width_px}x{height_px}."
         check(max(width_px, height_px) <= MAX_SIDE_PX, value + large, "best_of")
         try:
             parse_prompt(request.prompt)
         except InvalidRequest as error:
-            return (f"the images were chosen by clarity alone: {error.message}",)
+            return (f"the images were chosen by clarity only: {error.message}",)
         return ()
 
     @property

@@ -82,7 +82,9 @@ class Preparer:
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
-            logger.warning("texts are encoded one by one: together they raised %s", type(error).__name__)
+            logger.warning(
+                "prompts are encoded one by one, because encoding them in one batch raised %s", type(error).__name__
+            )
         try:
             yield
         finally:

@@ -93,8 +93,8 @@ class Room:
         share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
         width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
         smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
-        problem = f"{width_px}x{height_px} px takes {format_bytes(need)} of memory beside the weights, "
-        problem += f"there are {format_bytes(free)}"
+        problem = f"{width_px}x{height_px} px takes {format_bytes(need)} of memory in addition to the weights, "
+        problem += f"and {format_bytes(free)} are free"
         check(need <= free, f"{problem}: {smaller}{self._further_ways()}.", "size", "invalid_size")
 
     @cached_property

@@ -177,7 +177,7 @@ class ImageRunner:
             return any(expert.conditioner.study() for expert in self._experts)
         except Exception as error:
             raise_if_sticky(error)
-            logger.warning("texts are encoded one by one: %s", type(error).__name__, exc_info=error)
+            logger.warning("prompts are encoded one by one: %s", type(error).__name__, exc_info=error)
             return False
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
@@ -290,7 +290,7 @@ class ImageRunner:
         except PoolBusy:
             outcome.postponed.append(task)
         except Exception as error:
-            outcome.failures[task] = failure_of(error, "painting this image")
+            outcome.failures[task] = failure_of(error, "generating this image")
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
         """Advance the rows of ``plan`` group by group, and in halves where memory runs out."""
@@ -313,7 +313,7 @@ class ImageRunner:
                     middle = len(tasks) // 2
                     pending[:0] = [tasks[:middle], tasks[middle:]]
                 else:
-                    outcome.failures[tasks[0]] = failure_of(error, "painting this image")
+                    outcome.failures[tasks[0]] = failure_of(error, "generating this image")
         outcome.rows_ended_s = self.clock()
 
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
@@ -322,7 +322,7 @@ class ImageRunner:
         with expert.groups.between_calls(group):
             batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
         for row, error in errors.items():
-            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
+            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "generating this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
             previous = latest if finite.is_here else task.loaded_state.health
@@ -382,7 +382,7 @@ class ImageRunner:
             self.decoder.collect_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
-            logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
+            logger.warning("no previews in this tick: decoding them raised %s", type(error).__name__, exc_info=error)
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:

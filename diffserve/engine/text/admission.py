@@ -86,12 +86,12 @@ class TextAdmission:
         width = params.num_beams if params.num_beams > 1 else request.num_texts
         check(
             width <= self.config.max_sequences,
-            f"{width} texts or beams are asked for; this engine runs at most {self.config.max_sequences} at once.",
+            f"{width} texts or beams are requested; this engine runs at most {self.config.max_sequences} at once.",
             "num_beams" if params.num_beams > 1 else "n",
         )
         check(
             params.num_beams == 1 or width <= self.config.max_batch_tokens,
-            f"num_beams is {width}; a call of this engine takes at most {self.config.max_batch_tokens} tokens.",
+            f"num_beams is {width}; this engine allows at most {self.config.max_batch_tokens} tokens.",
             "num_beams",
         )
         num_tokens = num_prompt_tokens + params.max_tokens - 1  # the last token is returned and never computed

@@ -215,7 +215,9 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         live = self._admission.admit(request, self.clock(), constraint)
         schema = request.params.json_schema
         if schema is not None:
-            check(constraint is None, "a text is held to json_schema or to a constraint, not to both.", "json_schema")
+            check(
+                constraint is None, "json_schema and a constraint cannot be combined; give one of them.", "json_schema"
+            )
             if self._schemas is None:
                 raise no_json(self.info.model_id, "json_schema")
             live.compiling = self._schemas.begin(schema)
@@ -360,7 +362,7 @@ def check_draft(model: LanguageModel, draft_model: LanguageModel) -> None:
     info, draft_info = model.info, draft_model.info
     if info.vocab_size != draft_info.vocab_size or model.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
         raise ConfigError(
-            f"the draft model {draft_info.model_id!r} has another vocabulary ({draft_info.vocab_size} tokens) than "
+            f"the draft model {draft_info.model_id!r} has a different vocabulary ({draft_info.vocab_size} tokens) than "
             f"{info.model_id!r} ({info.vocab_size}): give one of the same family, or none.",
             param="draft_model",
         )

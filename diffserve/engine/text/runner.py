@@ -77,9 +77,7 @@ class TextRunner:
             try:
                 outcome.forks[task] = task.search.step(logits.index_select(0, _places(lines, logits)))
                 if task.search.is_done and not task.search.best(1):
-                    raise _constraint_error(
-                        task, NumericalError("every beam came to a place where nothing may be said.")
-                    )
+                    raise _constraint_error(task, NumericalError("no beam has an allowed next token."))
             except Exception as error:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:
@@ -111,7 +109,7 @@ class TextRunner:
             return self._propose(pieces) if pieces else {}
         except Exception as error:
             raise_if_sticky(error)
-            logger.exception("the draft model failed; this tick goes on without drafts")
+            logger.exception("the draft model failed; this tick continues without drafts")
             for piece in pieces:
                 piece.draft = []
             return {}
@@ -152,7 +150,7 @@ def _constraint_error(task: TextTask, error: Exception, draft: Sequence[int] = (
     problem = row.constraint.problem(state)
     if not problem:
         return error
-    message = f"response_format: the schema cannot be followed any further ({problem})."
+    message = f"response_format: the text cannot continue to match the schema ({problem})."
     return InvalidRequest(message, param="response_format", code="invalid_json_schema")
 
 

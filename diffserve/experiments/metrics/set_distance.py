@@ -144,4 +144,4 @@ def _update(
 
 def _check(reference: Features, generated: Features) -> None:
     if min(len(reference), len(generated)) < 2:
-        raise ValueError(f"sets of {len(reference)} and {len(generated)} images have no distance; use two or more")
+        raise ValueError(f"sets of {len(reference)} and {len(generated)} images cannot be compared; use two or more")

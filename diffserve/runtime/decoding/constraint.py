@@ -112,7 +112,7 @@ class TokenConstraint(Constraint[int]):
         arcs = list(arcs)
         stuck = ({start} | {arc.target for arc in arcs}) - {arc.source for arc in arcs} - set(ends)
         if stuck:
-            raise ConfigError(f"nothing may follow {min(map(repr, stuck))} in a constraint, and it is no end.")
+            raise ConfigError(f"nothing can follow {min(map(repr, stuck))} in a constraint, and it is not an end.")
         if not end_ids:
             raise ConfigError("a constraint needs an end token.")
         self._steps: list[dict[int, set[int]]] = []  # for each place: next places by token

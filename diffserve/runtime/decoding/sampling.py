@@ -111,7 +111,7 @@ def _checked(choice: Choice, possible: bool) -> Choice | NumericalError:
     if not math.isfinite(choice.entropy):
         return NumericalError("the language model gave logits that are not finite; try another dtype.")
     if not possible:
-        return NumericalError("no token may be said here: the model gives every allowed one the probability 0.")
+        return NumericalError("no token can be generated: the model gives every allowed token the probability 0.")
     return choice
 
 

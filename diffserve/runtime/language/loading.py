@@ -48,7 +48,9 @@ def check_config(config: Any, where: str) -> None:
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
-        raise ModelLoadError(f"{where}: layers of {unknown} are not served; known are {sorted(LAYER_TYPES)}.")
+        raise ModelLoadError(
+            f"{where}: layers of {unknown} are not supported; the supported ones are {sorted(LAYER_TYPES)}."
+        )
 
 
 def longest_text(config: Any) -> int | None:
@@ -118,7 +120,7 @@ def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerSh
     if sorted(probe.shapes) != list(range(expected)) or probe.num_calls != expected:
         raise ModelLoadError(
             f"{where}: {expected} layers of {name} should attend once each, with keys and values of one shape; "
-            f"{len(probe.shapes)} do, in {probe.num_calls} calls. Such attention is not served."
+            f"{len(probe.shapes)} do, in {probe.num_calls} calls. This attention is not supported."
         )
     layers = tuple(probe.shapes[layer] for layer in range(expected))
     _check_windows(text, layers, where)
@@ -132,7 +134,9 @@ def _check_windows(config: Any, layers: tuple[LayerShape, ...], where: str) -> N
         types = ["sliding_attention"] * len(layers)
     for index, (kind, layer) in enumerate(zip(types or (), layers, strict=False)):
         if kind == "sliding_attention" and layer.window is None:
-            raise ModelLoadError(f"{where}: layer {index} slides, and does not say how far; it cannot be served.")
+            raise ModelLoadError(
+                f"{where}: layer {index} has sliding attention without a window size, which is not supported."
+            )
 
 
 @torch.inference_mode()
@@ -151,7 +155,7 @@ def check_parity(model: LanguageModel) -> None:
     if not difference <= TOLERANCE[model.dtype] * max(spread, 1e-6):
         raise ModelLoadError(
             f"{model.info.model_id}: {model.info.architecture} gives other logits over pages than by itself "
-            f"(off by {difference:.3g}, spread {spread:.3g}); its attention is not of a kind that is served."
+            f"(off by {difference:.3g}, spread {spread:.3g}); its attention is not supported."
         )
 
 
@@ -221,7 +225,7 @@ def load_language_model(
 
 def _load_config(directory: Path, settings: dict[str, Any]) -> Any:
     if "auto_map" in settings:
-        logger.warning("%s names code of its own, which is never run: %s", directory, settings["auto_map"])
+        logger.warning("%s refers to custom code, which is never run: %s", directory, settings["auto_map"])
     try:
         return import_quietly("transformers", "AutoConfig").from_pretrained(str(directory), **OFFLINE)
     except Exception as error:  # the library raises many errors for unusual configurations
@@ -286,7 +290,9 @@ def _describe(
 def _context_tokens(directory: Path, config: Any, tokenizer: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
     if not 0 < int(limit) < 10**9:
-        raise ModelLoadError(f"{directory}/config.json has no max_position_embeddings: say how long texts may be.")
+        raise ModelLoadError(
+            f"{directory}/config.json has no max_position_embeddings: set the maximum length of texts there."
+        )
     longest = longest_text(config)
     if longest is not None:
         logger.warning(

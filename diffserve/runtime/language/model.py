@@ -103,7 +103,7 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(
-            f"the model {model_id!r} has no chat template; send a prompt in place of messages, or load one that chats.",
+            f"the model {model_id!r} has no chat template; send a prompt in place of messages, or load a chat model.",
             param="messages",
         )
     turns = [
@@ -119,7 +119,7 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
             refused = error
     reason = (str(refused).splitlines() or [type(refused).__name__])[0][:MOST_REASON_CHARS]
     raise InvalidRequest(
-        f"the model's chat template does not take these messages: {reason.rstrip('.')}.", param="messages"
+        f"the model's chat template does not accept these messages: {reason.rstrip('.')}.", param="messages"
     ) from refused
 
 
@@ -158,7 +158,7 @@ class TokenChunk:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_logits <= len(self.token_ids) or not self.token_ids:
-            raise ValueError(f"{self.num_logits} lines of logits are asked of {len(self.token_ids)} tokens.")
+            raise ValueError(f"{self.num_logits} rows of logits are requested of {len(self.token_ids)} tokens.")
 
     @property
     def end(self) -> int:

@@ -77,7 +77,7 @@ def quantize_network(network: nn.Module, choice: DeviceChoice) -> None:
             left.append(f"{name} ({layer.in_features} x {layer.out_features})")
     if left:
         logger.warning(
-            "not in int4, which wants inputs in multiples of %d and outputs of %d: %s",
+            "not in int4, which needs inputs in multiples of %d and outputs in multiples of %d: %s",
             GROUP_WEIGHTS,
             CPU_ROWS,
             ", ".join(left),

@@ -239,6 +239,6 @@ def check_manifest(directory: Path) -> None:
 
 def _way_out(directory: Path) -> str:
     if not directory.resolve().is_relative_to(OUR_OWN):
-        return f"copy it anew, or, if it was changed on purpose, remove {directory / MANIFEST_FILE}"
+        return f"copy it again, or, if it was changed on purpose, remove {directory / MANIFEST_FILE}"
     again = "install diffserve again (pip install --force-reinstall --no-deps diffserve)"
     return f"{again}, or, if it was changed on purpose, run python -m diffserve.training.manifest"

@@ -62,9 +62,9 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
     """Build ``UNet2DConditionModel``, empty. Raises ModelLoadError if it needs unsupported conditions."""
     for name, supported in KNOWN_CONDITIONS.items():
         if config.get(name, supported[0]) not in supported:
-            problem = f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
+            problem = f"{where}: {name} is {config[name]!r}; diffserve only supports text-to-image UNets without it."
             if config[name] == "ip_image_proj":
-                problem = f"{problem[:-1]}: it is an IP-Adapter's, so give the UNet as it was before."
+                problem = f"{problem[:-1]}: it belongs to an IP-Adapter, so give the original UNet."
             raise ModelLoadError(problem)
     network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu":
@@ -83,7 +83,7 @@ def build_vae(config: Mapping[str, Any], where: str) -> Any:
     other = "name another VAE (--vae, model.vae)"
     for name in ("in_channels", "out_channels"):
         if config.get(name, RGB) != RGB:
-            raise ModelLoadError(f"{where}: {name} is {config[name]!r}; pictures have {RGB} (RGB): {other}.")
+            raise ModelLoadError(f"{where}: {name} is {config[name]!r}; images have {RGB} (RGB): {other}.")
     scale = config.get("scaling_factor", 1.0)
     if not _is_number(scale) or scale <= 0.0:
         usual = "0.18215 for Stable Diffusion and 0.13025 for SDXL"
@@ -292,8 +292,8 @@ def load_vae(path: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
         file = path.with_name("config.json")
         if "decoder.conv_in.weight" not in checkpoint or not file.is_file():
             raise ModelLoadError(
-                f"{path} is no VAE in the original layout (it has no decoder.mid.block_1 tensors), and no config.json "
-                "beside it says what else it is; name a VAE's file or directory (model.vae)."
+                f"{path} is not a VAE in the original layout (it has no decoder.mid.block_1 tensors), and there is no "
+                "config.json next to it; name a VAE's file or directory (model.vae)."
             )
         config = read_json(file)
     else:

@@ -109,7 +109,7 @@ def _check_component(file: Path, name: str, value: list[Any]) -> None:
             f"{file}: scheduler is {value!r}; diffserve reads diffusers' scheduler configurations only."
         )
     if name not in ALLOWED_CLASSES:
-        raise ModelLoadError(f"{file} needs a component {name!r} ({cls}), which diffserve does not serve.")
+        raise ModelLoadError(f"{file} needs a component {name!r} ({cls}), which diffserve does not support.")
     if library not in ("diffusers", "transformers") or cls not in ALLOWED_CLASSES[name]:
         allowed = " or ".join(ALLOWED_CLASSES[name])
         raise ModelLoadError(f"{file}: {name} is {value!r}; diffserve builds {allowed} there and runs no other code.")
@@ -161,7 +161,7 @@ def read_adapter(path: Path) -> Adapter | None:
         raise ModelLoadError(f"{file}: {str(error)[0].lower()}{str(error)[1:]}.") from None
     base = BUILT_IN.get(spec.base) or path / Path(spec.base).expanduser()
     if (base / ADAPTER_FILE).is_file():
-        raise ModelLoadError(f"{file}: its base {spec.base!r} is an adapter too; name the model beneath it.")
+        raise ModelLoadError(f"{file}: its base {spec.base!r} is an adapter too; name the model that it was made for.")
     if not base.is_dir():
         raise ModelLoadError(
             f"{file}: its base {spec.base!r} is not a diffusers directory at {base}; put it there, or name another."

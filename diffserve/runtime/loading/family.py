@@ -88,7 +88,7 @@ def read_scheduler(directory: Path, index: Mapping[str, Any]) -> dict[str, Any]:
         if is_edm(config) != is_edm({"_class_name": class_name}):
             raise ModelLoadError(
                 f"{file} says {config['_class_name']}, model_index.json says {class_name}; one of them describes "
-                "another model: mend it."
+                "another model: correct it."
             )
     return config
 

@@ -102,7 +102,7 @@ class LoRAFile:
     def check_all_used(self) -> None:
         """Raise ModelLoadError when the file changes a component that was not there to adapt."""
         for component in self.layers.keys() - self._used:
-            raise ModelLoadError(f"{self.checkpoint.where()} changes a {component}, which the base has not.")
+            raise ModelLoadError(f"{self.checkpoint.where()} changes a {component}, which the base does not have.")
 
     def read(self, change: LayerChange, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the change of a layer whose weight has ``shape`` (out, in) or (out, in, kh, kw).
@@ -192,7 +192,7 @@ class LoRAFile:
             self._is_by_output(change, shape)
         if change.bias_delta:
             if not has_bias:
-                raise self._misfit(change, f"{change.bias_delta!r} changes a bias, and its layer has none")
+                raise self._misfit(change, f"{change.bias_delta!r} changes a bias, but its layer has no bias")
             delta = self.checkpoint.entries[change.bias_delta].shape
             if delta != shape[:1]:
                 raise self._misfit(change, f"a difference {list(delta)} does not fit a bias {list(shape[:1])}")
@@ -216,7 +216,7 @@ class LoRAFile:
         """Return ``delta``. Raises ModelLoadError where it holds a number that is not finite."""
         if not bool(torch.isfinite(delta).all()):
             raise ModelLoadError(
-                f"{self.checkpoint.where()}: the change by {change.first_tensor!r} holds numbers that are not finite; "
+                f"{self.checkpoint.where()}: the change by {change.first_tensor!r} has non-finite numbers; "
                 "the file is damaged."
             )
         return delta

@@ -66,7 +66,7 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
     report = list(report)
     if any(component.startswith("refiner") for component, _, _ in report):
         raise ConfigError(
-            f"device_map is {device_map!r} and there is a refiner, which has to be on one device with its base; "
+            f"device_map is {device_map!r} and there is a refiner, which must be on the same device as its base; "
             "leave out one of them.",
             param="device_map",
         )
@@ -75,8 +75,8 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
         return choice
     if len(devices) < 2:
         raise ConfigError(
-            f"device_map is {device_map!r}, and torch finds one device here, {choice.device}; it spreads a model over "
-            "several GPUs. Set it to none; for less memory there is offload.",
+            f"device_map is {device_map!r}, but torch finds only one device, {choice.device}; it spreads a model over "
+            "several GPUs. Set it to none, and set offload to use less memory.",
             param="device_map",
         )
     rooms = {str(device): int(WEIGHTS_SHARE * (free_bytes(device) or 0)) for device in devices}
@@ -139,7 +139,7 @@ def _too_little(sizes: Mapping[str, int], rooms: Mapping[str, int]) -> Insuffici
     takes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size)
     has = ", ".join(f"{room / 2**30:.2f} on {name}" for name, room in rooms.items())
     return InsufficientMemory(
-        f"the weights take more GiB ({takes}) than there are for them ({has}); choose a dtype of fewer bits or a "
+        f"the weights need more memory (GiB: {takes}) than there is ({has}); choose a dtype of fewer bits or a "
         "smaller model, or set device_map to none and offload to auto."
     )
 
@@ -166,7 +166,7 @@ def spread_map(network: nn.Module, choice: DeviceChoice) -> dict[str, torch.devi
         )
     if "disk" in device_map.values():
         has = ", ".join(f"{num_bytes / 2**30:.2f} on {name}" for name, num_bytes in choice.rooms)
-        problem = f"the UNet cannot be cut so that its blocks find room (GiB: {has}); choose a dtype of fewer bits"
+        problem = f"the UNet cannot be divided so that its blocks fit (GiB: {has}); choose a dtype of fewer bits"
         raise InsufficientMemory(f"{problem}, or set device_map to none and offload to auto.")
     return {name: torch.device(names[place]) for name, place in device_map.items()}
 

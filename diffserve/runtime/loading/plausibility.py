@@ -182,12 +182,12 @@ def judge(result: Plausibility, location: Path) -> None:
     """Raise ModelLoadError if ``result`` contradicts the files; log a warning if no reading is plausible."""
     if result.contradicts:
         raise ModelLoadError(
-            f"{location}: its files say {result.declared}, its UNet answers like {result.best} (errors in denoising a "
-            f"known picture: {result}); mend the scheduler's configuration, or set model.probe to false."
+            f"{location}: its files say {result.declared}, its UNet behaves like {result.best} (errors in denoising a "
+            f"known image: {result}); correct the scheduler's configuration, or set model.probe to false."
         )
     if not result.is_plausible:
         logger.warning(
-            "%s denoises a known picture no better than a straight line (%s): random, damaged or distilled weights?",
+            "%s denoises a known image no better than a straight line (%s): random, damaged or distilled weights?",
             location,
             result,
         )

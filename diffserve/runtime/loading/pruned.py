@@ -49,7 +49,7 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
     if target.exists():
         raise ConfigError(f"{target} exists, and nothing is overwritten; give another folder.", param="output")
     if (source / ADAPTER_FILE).is_file():
-        raise ModelLoadError(f"{source} is an adapter, which has no UNet of its own; give the model beneath it.")
+        raise ModelLoadError(f"{source} is an adapter, which has no UNet; give the model that it was made for.")
     if not source.is_dir():
         raise ModelLoadError(f"{source} is not a folder; only a diffusers directory can be pruned.")
     read_index(source)
@@ -58,7 +58,7 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
     prune(unet, shares)
     after = widths_of(unet)
     if after == before:
-        problem = f"heads {shares.heads:g} and channels {shares.channels:g} cut nothing out of {source}"
+        problem = f"heads {shares.heads:g} and channels {shares.channels:g} remove nothing from {source}"
         raise ConfigError(f"{problem}: its layers have too few; give larger shares.", param="heads")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -236,7 +236,7 @@ def _check_leftovers(file: SingleFile) -> None:
     left = [key for key in file.checkpoint.entries if key not in file.used and not LEFT_ALONE.fullmatch(key)]
     if foreign := [key for key in left if CHANGES_THE_UNET.match(key)]:
         raise ModelLoadError(
-            f"{file.where} holds tensors that no part of an {file.family} model takes, and that change what its UNet "
+            f"{file.where} has tensors that are not part of an {file.family} model and change what its UNet "
             f"computes: {_shown(foreign)}; give a file without such an extension."
         )
     if left:
@@ -257,7 +257,7 @@ def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[
         if continuous and not is_edm(config):
             raise ModelLoadError(
                 f"{file.where} is a model of EDM's noise ({continuous['_class_name']}), but "
-                f"{file.config_dir / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
+                f"{file.config_dir / SCHEDULER_FILE} says {config.get('_class_name')}; correct that file."
             )
         return config, False
     if continuous:

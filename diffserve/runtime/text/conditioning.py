@@ -147,7 +147,7 @@ class PagedConditioner(PromptPages):
         """
         texts = prompt, negative, reading.adapters, reading.clip_skip
         if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
-            raise PoolBusy("no page came free since this prompt was last tried.")
+            raise PoolBusy("no page became free since the last attempt.")
         self._waiting = None
         try:
             return super().condition(prompt, negative, width_px=width_px, height_px=height_px, reading=reading)
@@ -213,7 +213,7 @@ def make_conditioner(
     """
     if not uses_pages(model, config):
         if model.unet.unpaged_reason:
-            logger.info("keys and values of prompts are computed at every step: %s", model.unet.unpaged_reason)
+            logger.info("keys and values of prompts are computed in every step: %s", model.unet.unpaged_reason)
         return PlainConditioner(model)
     if pool is None:
         pool = make_pool(model, config, is_exact=is_exact)

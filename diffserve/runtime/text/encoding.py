@@ -111,7 +111,9 @@ class TextEncoder(NamedTuple):
         max_token_id = int(self.network.config.vocab_size) - 1
         unknown = next((token for token in tokens if not 0 <= token <= max_token_id), None)
         if unknown is not None and not isinstance(given, str):
-            message = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {max_token_id}."
+            message = (
+                f"token id {str(unknown)[:40]} is not in this model's vocabulary; its ids are 0 to {max_token_id}."
+            )
             raise InvalidRequest(message, param="input")
         return chunk_tokens(tokens, self.special, self.window_tokens, self.learnt.num_vectors)
 

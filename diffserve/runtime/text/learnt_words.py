@@ -68,7 +68,9 @@ def read_words(folder: Path, widths: Sequence[int]) -> list[LearntWord]:
         ModelNotFound: ``folder`` is not a directory.
     """
     if not folder.is_dir():
-        raise ModelNotFound(f"there is no folder {folder}; model.embeddings_dir names where learned words lie.")
+        raise ModelNotFound(
+            f"there is no folder {folder}; model.embeddings_dir must be the folder of the learned words."
+        )
     paths = find_below(folder, lambda path: path.suffix in SUFFIXES and not path.is_dir()).values()
     words = [(path, _read_word(path, widths)) for path in paths]
     words.sort(key=lambda pair: bool(pair[1].problem))  # a file that cannot be used takes no name from one that can
@@ -102,7 +104,7 @@ def _read_word(path: Path, widths: Sequence[int]) -> LearntWord:
     file_widths = [part.shape[1] for part in vectors]
     if file_widths != list(widths):
         expected = " and ".join(map(str, widths))
-        problem = f"{path.name} is {' and '.join(map(str, file_widths))} numbers wide, this model reads {expected}."
+        problem = f"{path.name} is {' and '.join(map(str, file_widths))} numbers wide, but this model reads {expected}."
         return LearntWord(names, (), problem)
     with path.open("rb") as file:
         return LearntWord(names, tuple(vectors), digest=hashlib.file_digest(file, "sha256").hexdigest())
@@ -126,7 +128,7 @@ def _find_vectors(path: Path) -> tuple[str | None, list[Tensor]]:
     if (len(parts) == 1 or is_pair) and all(part.ndim in (1, 2) for _, part in parts):
         return parts[0][0], [part for _, part in parts]
     names = ", ".join(map(repr, list(content)[:4])) or "nothing"
-    raise ModelLoadError(f"{path} holds {names}, which is no learned word as A1111 or diffusers write one.")
+    raise ModelLoadError(f"{path} holds {names}, which is not a learned word in the format of A1111 or diffusers.")
 
 
 class LearntEmbedding(nn.Module):

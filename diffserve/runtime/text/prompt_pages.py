@@ -348,7 +348,7 @@ class PromptPages:
                 tables.append(table)
                 cached.add(num_cached)
             if len(cached) > 1:
-                raise PoolBusy("pages of a text were wanted for another one that is made beside it.")
+                raise PoolBusy("pages of a text were needed for another text in progress.")
             [first] = cached
             if first < windows[0].num_tokens:
                 self._write(tables, first, self._contexts(windows, first))

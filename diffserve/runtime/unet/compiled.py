@@ -336,7 +336,9 @@ class CompiledUNet:
         )
 
     def _log_failure(self, error: Exception) -> None:
-        logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
+        logger.warning(
+            "a compiled call failed, so the call is repeated without compilation: %s", str(error).partition("\n")[0]
+        )
 
 
 def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
@@ -345,9 +347,9 @@ def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
     if model.choice.dtype not in COMPILED_DTYPES:
         return f"weights of {model.choice.dtype} are not compiled; choose one of {', '.join(COMPILED_DTYPES)}"
     if not model.choice.is_unet_whole:
-        return f"weights that are elsewhere (by offload {model.choice.offload}, or a device_map) are not compiled"
+        return f"weights that are not on the device (offload {model.choice.offload}, or a device_map) are not compiled"
     if model.device.type not in ("cpu", "cuda"):
-        return f"nothing is compiled for {model.device.type}"
+        return f"compilation is not supported on {model.device.type}"
     return None
 
 

@@ -129,18 +129,18 @@ def check_fits(controlnet: Any, unet: Any, vae_factor: int) -> None:
     numbers = "projection_class_embeddings_input_dim"
     if config.cross_attention_dim != unet_config.cross_attention_dim:
         width = unet_config.cross_attention_dim
-        problem = f"it reads texts of {config.cross_attention_dim} numbers a token, the UNet of {width}"
+        problem = f"it reads texts of {config.cross_attention_dim} numbers per token, the UNet of {width}"
     elif config.in_channels != unet_config.out_channels:
-        problem = f"it reads latents of {config.in_channels} channels, the UNet paints {unet_config.out_channels}"
+        problem = f"it reads latents of {config.in_channels} channels, the UNet writes {unet_config.out_channels}"
     elif residual_shapes(controlnet, 64, 64) != residual_shapes(unet, 64, 64):
         problem = "its blocks are not those of this UNet"
     elif has_sizes and (
         unet_config.addition_embed_type != "text_time" or getattr(config, numbers) != getattr(unet_config, numbers)
     ):
-        problem = "it is told sizes that this UNet is not"
+        problem = "its size conditioning differs from that of this UNet"
     elif config.conditioning_channels != 3 or shrinks != vae_factor:
-        read = f"{config.conditioning_channels} channels at {shrinks} pixels a cell"
-        problem = f"it reads pictures of {read}, not of 3 at {vae_factor}"
+        read = f"{config.conditioning_channels} channels at {shrinks} pixels per cell"
+        problem = f"it reads images of {read}, not of 3 at {vae_factor}"
     else:
         return
     raise ModelLoadError(problem)

@@ -275,7 +275,7 @@ class CallGraphs:
             return None
         self.pool_bytes += recorded.num_bytes
         if not all(map(_are_same_bytes, recorded.outputs, expected)):
-            raise RuntimeError("a replayed call gave other bytes")
+            raise RuntimeError("a replayed call gave a different result")
         return CallGraph(recorded, buffers, size)
 
     def clear(self) -> None:

@@ -131,7 +131,7 @@ def missing_tools(device: torch.device) -> str | None:
     """
     compiler = _cxx_command()[0]
     if shutil.which(compiler) is None:
-        return f"the C++ compiler {compiler!r} was not found; install one, or name yours in CXX"
+        return f"the C++ compiler {compiler!r} was not found; install one, or set CXX to another one"
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     folders = _cuda_include_folders()

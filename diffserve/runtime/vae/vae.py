@@ -153,7 +153,7 @@ class VAERunner:
         """
         images = _to_images(pixels)
         if generators is not None and len(generators) != images.shape[0]:
-            raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
+            raise ValueError(f"{images.shape[0]} images need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
             moments = self._guarded(lambda part: encode_moments(self.network, part), image)
@@ -235,7 +235,7 @@ class VAERunner:
             return output
         if self.dtype != torch.float16:
             raise NumericalError(f"{NOT_FINITE['vae_decode']} in {self.dtype}; try another dtype.")
-        logger.warning("the VAE overflowed in float16; this picture is made in float32")
+        logger.warning("the VAE overflowed in float16; this image is made in float32")
         with self._in_float32():
             if len(value) == 1:
                 return self._guarded(run, value)

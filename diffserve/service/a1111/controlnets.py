@@ -126,11 +126,11 @@ def ignored_in_units(body: Txt2ImgBody) -> list[str]:
     sentences = []
     units = _units(body)
     if not isinstance(units, list | None) or not all(isinstance(unit, dict) for unit in units or ()):
-        sentences.append("args of controlnet must be a list of objects; what is none was left out.")
+        sentences.append("args of controlnet must be a list of objects; other values were ignored.")
     for place, unit in _active_units(body):
         if not _has_model(unit):
             if unit.get("module") not in (None, "", "None", "none"):
-                sentences.append(f"unit {place} of controlnet has no model and was left out.")
+                sentences.append(f"unit {place} of controlnet has no model and was ignored.")
             continue
         fields = UNIT_FIELDS | ({"hr_option": ("both", 0)} if body.enable_hr else {})
         if unit.get("module") not in (None, "", "None", PASSED_THROUGH, CANNY):
@@ -140,7 +140,7 @@ def ignored_in_units(body: Txt2ImgBody) -> list[str]:
         if isinstance(image, dict) and image.get("mask"):
             names.append("mask")
         if names:
-            sentences.append(f"{', '.join(dict.fromkeys(names))} of unit {place} of controlnet changes nothing here.")
+            sentences.append(f"{', '.join(dict.fromkeys(names))} of unit {place} of controlnet has no effect.")
         if (mode := unit.get("resize_mode")) is not None and _lower(mode) not in RESIZE_MODES:
             sentences.append(f"resize_mode of unit {place} of controlnet is {show(mode)}; its image was cropped.")
     return sentences
@@ -178,7 +178,7 @@ async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Respon
     """Answer ``POST /controlnet/detect``: a control map for each picture."""
     body = await read_body(request, DetectBody)
     module = body.controlnet_module or PASSED_THROUGH
-    message = f"controlnet_module is {show(module)}; there are {' and '.join(MODULES)}."
+    message = f"controlnet_module is {show(module)}; use {' or '.join(repr(name) for name in MODULES)}."
     check(module in MODULES, message, "controlnet_module")
     await fetcher.fill(body)
     thresholds = thresholds_of(body.controlnet_threshold_a, body.controlnet_threshold_b)

@@ -143,10 +143,14 @@ def convert_body(
         InvalidRequest: Something in the body cannot be used.
     """
     body, recorded = _fill_from_infotext(body, refused, models)
-    message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} images are generated at a time."
+    message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} are allowed."
     check(body.num_images <= MAX_IMAGES, message, "batch_size")
     if body.script_name not in (None, "", "None"):
-        raise HttpError(422, f"there is no script {show(body.script_name)}; none is run here.", code="unknown_script")
+        raise HttpError(
+            422,
+            f"script_name is {show(body.script_name)}; this server does not run scripts, leave it out.",
+            code="unknown_script",
+        )
     overridden = body.override_settings or {}
     _check_settings(overridden)
     settings = options | overridden
@@ -191,7 +195,7 @@ def warnings_of(body: Txt2ImgBody) -> list[str]:
     """Return the warnings about ``body`` that do not depend on the model."""
     upscaler = body.hr_upscaler or ""
     is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
-    sentence = f"hr_upscaler {show(upscaler)} is not here; the picture was enlarged by {LANCZOS}."
+    sentence = f"hr_upscaler {show(upscaler)} is not supported; the image was enlarged by {LANCZOS}."
     return [*ignored(body), *ignored_in_units(body), *[sentence] * is_replaced]
 
 
@@ -236,7 +240,7 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
         InvalidRequest: There is no start image, or a file cannot be read.
     """
     if not body.init_images:
-        message = "init_images is missing; give a picture in base64."
+        message = "init_images is missing; give an image in base64."
         raise InvalidRequest(message, param="init_images", code="missing_required_parameter")
     picture = reader.decode_image(image_bytes(body.init_images[0], "init_images"), name="init_images")
     check_large_enough(picture, "init_images")
@@ -261,7 +265,7 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     if is_region:
         start = start.around_mask(width / height, body.inpaint_full_res_padding or 0)
     strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
-    warnings = [f"{len(body.init_images)} pictures were sent; the first is used."] if len(body.init_images) > 1 else []
+    warnings = [f"{len(body.init_images)} images were sent; the first is used."] if len(body.init_images) > 1 else []
     return Start(start, strength, tuple(warnings))
 
 
@@ -310,7 +314,7 @@ def _schedule(name: str | None) -> str | None:
         return _SAME_SCHEDULE.get(key, name)
     labels = ("Automatic", *SCHEDULE_LABELS.values())
     near = _NEAREST_SCHEDULE.get(key) or next(iter(get_close_matches(key.title(), labels, 1, 0.5)), "Automatic")
-    message = f"scheduler is {show(name)}, which is not here; the nearest is {near}, and there are {', '.join(labels)}."
+    message = f"scheduler is {show(name)}; the nearest is {near}, and the known ones are {', '.join(labels)}."
     raise InvalidRequest(message, param="scheduler", code="unknown_scheduler")
 
 
@@ -322,7 +326,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     """
     for name, value in settings.items():
         if name not in SETTINGS and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
-            message = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."
+            message = f"override_settings has {show_name(name)}; requests cannot set paths or code."
             raise InvalidRequest(message, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
 

@@ -102,7 +102,7 @@ class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
         return self._service.admit(plan.images)
 
     def _events(self, plan: A1111Plan, ticket: Ticket) -> Events:
-        raise NotImplementedError("A1111's API has no streams")  # A1111 bodies never set is_stream
+        raise NotImplementedError("A1111's API does not stream")  # A1111 bodies never set is_stream
 
     async def _answer(self, plan: A1111Plan, ticket: Ticket) -> Response:
         images, body, hires = plan.images, plan.body, plan.hires

@@ -94,13 +94,13 @@ class A1111Routes:
     def _add_lists(self) -> None:
         self._get("sd-models", self._models, "The models")
         self._get("samplers", lambda: SAMPLER_LIST, "The samplers")
-        self._get("schedulers", lambda: SCHEDULE_LIST, "The noise schedules")
-        self._get("upscalers", lambda: UPSCALER_LIST, "The upscalers of the second pass")
-        self._get("prompt-styles", self._styles, f"The styles in {FILE}")
+        self._get("schedulers", lambda: SCHEDULE_LIST, "List the noise schedules")
+        self._get("upscalers", lambda: UPSCALER_LIST, "List the upscalers of the second pass")
+        self._get("prompt-styles", self._styles, f"List the styles in {FILE}")
         self._get("loras", self._loras, "The adapters")
         self._get("embeddings", self._embeddings, "The embeddings")
-        self._get("scripts", lambda: SCRIPTS, "The scripts that a request may name")
-        self._get("script-info", lambda: SCRIPT_INFO, "The scripts in detail")
+        self._get("scripts", lambda: SCRIPTS, "List the scripts that a request may use")
+        self._get("script-info", lambda: SCRIPT_INFO, "Describe the scripts")
         for name, nothing in EMPTY.items():
             self._get(name, lambda nothing=nothing: nothing, "Empty: not supported")  # type: ignore[misc]
 
@@ -115,14 +115,14 @@ class A1111Routes:
             return await detect(request, fetcher, self._clients)
 
         for name, content, summary in (
-            ("version", lambda: {"version": API_VERSION}, "The version of the API of A1111's ControlNet extension"),
-            ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "The number of ControlNets per image"),
+            ("version", lambda: {"version": API_VERSION}, "Version of the API of A1111's ControlNet extension"),
+            ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "Number of ControlNets per image"),
             ("model_list", lambda: {"model_list": models()}, "The ControlNets"),
-            ("module_list", lambda: MODULE_LIST, "The preprocessors of ControlNets"),
-            ("control_types", lambda: control_types(models()), "The ControlNets and their preprocessors by type"),
+            ("module_list", lambda: MODULE_LIST, "List the ControlNet preprocessors"),
+            ("control_types", lambda: control_types(models()), "List the ControlNets and their preprocessors by type"),
         ):
             self._get(name, content, summary, CONTROLNET)
-        self._post(f"{CONTROLNET}/detect", answer, "Make control maps of images", DetectBody)
+        self._post(f"{CONTROLNET}/detect", answer, "Create control maps from images", DetectBody)
 
     def _styles(self) -> list[dict[str, str]]:
         return [style._asdict() for style in read_styles(self._folder)]
@@ -164,7 +164,7 @@ class A1111Routes:
                 self._info(model_of(str(name)))
             with self._clients.known(request) as client:
                 self._jobs.set_options(client, options)
-            sentences = [f"{name} changes nothing here." for name in ignored_settings(body.model_extra or {})]
+            sentences = [f"{name} has no effect." for name in ignored_settings(body.model_extra or {})]
             return JSONResponse(None, headers=warning_headers(sentences))
 
         self._app.add_api_route(f"{PREFIX}/options", get_options, methods=["GET"], summary="Settings of this client")
@@ -216,7 +216,7 @@ class A1111Routes:
         async def nothing() -> Response:
             return JSONResponse(None)
 
-        description = "Whether to leave the preview out."
+        description = "Whether to omit the preview image."
         skip = {"name": "skip_current_image", "in": "query", "description": description, "schema": {"type": "boolean"}}
         self._app.add_api_route(
             f"{PREFIX}/progress", progress, methods=["GET"], summary="Progress of this client's images",
@@ -227,7 +227,7 @@ class A1111Routes:
         self._post(
             f"{PREFIX}/interrupt",
             stops("interrupt", None),
-            "Interrupt this client's tasks; they answer with unfinished images",
+            "Interrupt this client's tasks; their responses have unfinished images",
         )
         self._post(f"{PREFIX}/skip", stops("skip", 1), "Interrupt the oldest task of this client")
         for name in DONE_ALREADY:

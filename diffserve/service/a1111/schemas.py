@@ -222,8 +222,8 @@ def ignored(body: Txt2ImgBody) -> list[str]:
     if all(_number(side) > 0 for side in (body.seed_resize_from_w, body.seed_resize_from_h)):
         names.append("seed_resize_from_w")
     names += [f"override_settings.{name}" for name in ignored_settings(body.override_settings or {})]
-    sentences = [f"{name} changes nothing here." for name in names]
-    sentences += [f"the script {show(name)} is not here." for name in _active_scripts(body.alwayson_scripts or {})]
+    sentences = [f"{name} has no effect." for name in names]
+    sentences += [f"the script {show(name)} is not supported." for name in _active_scripts(body.alwayson_scripts or {})]
     return sentences + (list(_img2img(body)) if isinstance(body, Img2ImgBody) else [])
 
 
@@ -242,9 +242,12 @@ def ignored_refiner(body: Txt2ImgBody, refiner: str) -> list[str]:
 
 def _img2img(body: Img2ImgBody) -> Iterator[str]:
     if body.resize_mode == STRETCH_LATENTS:
-        yield f"resize_mode {STRETCH_LATENTS} (latent upscale) is not here; the picture was stretched."
+        yield f"resize_mode {STRETCH_LATENTS} (latent upscale) is not supported; the image was stretched."
     if body.mask and (body.inpainting_fill or FILL) >= LATENT_NOISE:
-        yield f"inpainting_fill {body.inpainting_fill} (latents) is not here; colors around it filled the mask."
+        yield (
+            f"inpainting_fill {body.inpainting_fill} (latents) is not supported; the masked area was filled with the "
+            "surrounding colors."
+        )
     blurs = {blur for blur in (body.mask_blur_x, body.mask_blur_y) if blur is not None}
     if body.mask and body.mask_blur is None and len(blurs) > 1:
         yield f"mask_blur_x and mask_blur_y differ; the larger, {max(blurs)}, was used for both."

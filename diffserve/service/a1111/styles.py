@@ -50,7 +50,7 @@ def _read_file(file: Path, num_bytes: int, _changed_ns: int) -> tuple[PromptStyl
     """Read ``file``; the result is cached until its size or modification time changes."""
     try:
         if num_bytes > MAX_BYTES:
-            raise ValueError(f"it has {num_bytes} bytes; at most {MAX_BYTES} are read")
+            raise ValueError(f"it has {num_bytes} bytes; at most {MAX_BYTES} are allowed")
         return _parse(_decode(file.read_bytes(), file))
     except (OSError, csv.Error, ValueError) as error:
         log.warning("%s is not used", file, extra={"reason": str(error)})
@@ -102,7 +102,7 @@ def with_styles(prompt: str, negative: str, names: Iterable[str], styles: Sequen
         if name in ("", "None"):
             continue
         if name not in by_name:
-            there = f"there are {', '.join(by_name)}" if by_name else f"there are none: put them into {FILE}"
+            there = f"the known ones are {', '.join(by_name)}" if by_name else f"{FILE} has none"
             raise InvalidRequest(f"there is no style {show(name)}; {there[:200]}.", param="styles")
         prompt, negative = _add_style(by_name[name].prompt, prompt), _add_style(by_name[name].negative_prompt, negative)
     return prompt, negative

@@ -218,8 +218,10 @@ class EngineClient:
             self._losses.append(self._now())
             if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
                 often = f"{MAX_LOSSES} times within {LOSS_WINDOW_S:g} s"
-                log.error("no further engine is started", extra={"reason": f"lost {often}", **self._of})
-                self._give_up(EngineUnavailable(f"the engine was lost {often}; giving up."))
+                log.error("the engine is not restarted again", extra={"reason": f"lost {often}", **self._of})
+                self._give_up(
+                    EngineUnavailable(f"the engine failed {often} and is not restarted; see the server's log.")
+                )
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0
@@ -243,7 +245,7 @@ class EngineClient:
         except TimeoutError:
             await connection.stop(grace_s=0.0)
             await asyncio.gather(connection.ready, return_exceptions=True)
-            self._load_failed(ModelLoadError(f"the model took longer than {self._startup_timeout_s:g} s to load."))
+            self._load_failed(ModelLoadError(f"loading the model took longer than {self._startup_timeout_s:g} s."))
         except ModelLoadError as error:
             await connection.stop()
             self._load_failed(error)
@@ -285,7 +287,7 @@ class EngineClient:
                 return spare
             except (TimeoutError, EngineUnavailable):
                 log.warning("the spare engine does not answer", extra={"engine_pid": spare.pid})
-                spare.abandon(Loss("silence", f"no word for {patience_s:.0f} s"))
+                spare.abandon(Loss("silence", f"no response for {patience_s:.0f} s"))
         return await EngineConnection.start(self.metrics)
 
     async def _keep_spare(self) -> None:
@@ -295,13 +297,13 @@ class EngineClient:
             if self._has_live_spare:
                 continue
             if self._spare is not None:
-                log.warning("the spare engine is gone", extra={"engine_pid": self._spare.pid})
+                log.warning("the spare engine exited", extra={"engine_pid": self._spare.pid})
                 self._spare = None
             try:
                 self._spare = await EngineConnection.start(self.metrics)
                 self._spare_since_s = self._now()
             except OSError as error:
-                log.warning("no spare engine", extra={"reason": str(error)})
+                log.warning("the spare engine did not start", extra={"reason": str(error)})
 
     async def _watch(self, connection: EngineConnection, *, until: asyncio.Future[Any]) -> None:
         """Ping the engine until ``until`` is done or it is lost; abandon it if it hangs or is silent."""
@@ -327,7 +329,7 @@ class EngineClient:
                 before, work = work, connection.work()
                 idle_s = 0.0 if not self._is_up and work.goes_on_since(before) else idle_s + PING_EVERY_S
                 if idle_s > patience_s:
-                    connection.abandon(Loss("silence", f"no word for {self.silent_s:.0f} s"))
+                    connection.abandon(Loss("silence", f"no response for {self.silent_s:.0f} s"))
         finally:
             if pong is not None:
                 pong.cancel()
@@ -369,10 +371,12 @@ def watch_engines(metrics: Metrics, engines: Sequence[EngineClient]) -> None:
         times = [engine.load_s for engine in engines if engine.load_s is not None]
         return {(): max(times)} if times else {}
 
-    text = "Seconds since the last answer of the engine, also while it loads."
+    text = "Seconds since the last message from the engine, also while it loads its model."
     metrics.watch("engine_heartbeat_age_seconds", text, lambda: {(): max(engine.silent_s for engine in engines)})
-    metrics.watch("model_load_seconds", "Seconds from telling the engine what to load to its first tick.", loads)
-    metrics.watch("model_info", "The models that are served; always 1.", infos, "model", "digest", "dtype")
+    metrics.watch("model_load_seconds", "Seconds from the load command to the engine's first tick.", loads)
+    metrics.watch(
+        "model_info", "Loaded models, with digest and dtype as labels; always 1.", infos, "model", "digest", "dtype"
+    )
 
 
 class LoadTimes:

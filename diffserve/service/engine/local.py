@@ -31,7 +31,7 @@ def open_engines(settings: Settings) -> Engines:
     watch_engines(metrics, clients)
     labels, text = ("member", "device"), "Remaining work of each engine, in UNet rows of the native size."
     metrics.watch("engine_queue_cost", text, gauge(lambda client: pool.queue_costs()[client.name]), *labels)
-    text = "Whether an engine would start a request now."
+    text = "Whether the engine is ready for requests."
     metrics.watch("engine_up", text, gauge(lambda client: client.is_ready), *labels)
     return pool
 

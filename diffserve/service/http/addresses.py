@@ -29,8 +29,8 @@ ANY: Final = "*"
 AUTHORITY: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-_]+)(?::[0-9]*)?")
 """A host with an optional port; userinfo (RFC 9112 4.2.4) is refused."""
 HOST_NOT_ALLOWED: Final = (
-    "this server does not answer to that name; use its address, or have the name listed in "
-    "[serve] allowed_hosts of its configuration."
+    "host {host} is not allowed; use the server's IP address, or add the host to [serve] allowed_hosts of its "
+    "configuration."
 )
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, TypedDict, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypedDict, TypeVar, get_args
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,11 +30,11 @@ MAX_LONG_QUOTES: Final = 40_000  # of bodies above LONG_BYTES, which are long be
 MAX_SHOWN_CHARS: Final = 40
 MAX_DEADLINE_S: Final = 1_000_000.0
 FLEX: Final = "flex"
-DEADLINE_TEXT: Final = "Seconds from now; the request is refused if it cannot be finished by then."
+DEADLINE_TEXT: Final = "Deadline in seconds from now; the request is rejected if it cannot be finished by then."
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # also one without a closing quote
 _ALL_BUT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
-CHANGES_NOTHING: Final = "Accepted for compatibility; changes nothing."
+CHANGES_NOTHING: Final = "Accepted for compatibility; no effect."
 Ignored = Annotated[str, Field(max_length=256, description=CHANGES_NOTHING)]
 IgnoredFlag = Annotated[bool, Field(description=CHANGES_NOTHING)]
 IgnoredObject = Annotated[dict[str, Any], Field(description=CHANGES_NOTHING)]
@@ -45,6 +45,7 @@ class Body(BaseModel):
 
     Attributes:
         hints: Advice for fields that are missing or empty, by field.
+        model: Type of the body, for the names of known fields.
         refused: Unsupported fields that would change the result, with the reason; allowed while they are empty.
         ignored: Fields without effect that produce no warning.
     """
@@ -65,8 +66,8 @@ class Body(BaseModel):
 class WorkBody(Body):
     """Body of a request for work, with its priority and deadline."""
 
-    priority: Annotated[Priority, Field(description="batch: runs when interactive work leaves time.")] | None = None
-    service_tier: Annotated[str, Field(max_length=64, description="flex means the priority batch.")] | None = None
+    priority: Annotated[Priority, Field(description="batch: runs when no interactive work is waiting.")] | None = None
+    service_tier: Annotated[str, Field(max_length=64, description="flex: the same as priority batch.")] | None = None
     deadline_s: Annotated[float, Field(gt=0.0, le=MAX_DEADLINE_S, description=DEADLINE_TEXT)] | None = None
 
     def urgency(self, timeout_s: float) -> Urgency:
@@ -96,7 +97,7 @@ def parse(kind: type[BodyT], data: bytes) -> BodyT:
         body = kind.model_validate_json(data)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)  # the input may have a million entries
-        raise explain(problems, partial(_input, error), kind.hints) from None
+        raise explain(problems, partial(_input, error), kind.hints, kind) from None
     extra = body.model_extra or {}
     _check_finite(extra)
     for name in sorted(kind.refused.keys() & extra.keys()):
@@ -130,7 +131,10 @@ def _check_finite(value: Any) -> None:
 
 
 def explain(
-    problems: Sequence[Mapping[str, Any]], read_input: Callable[[int], Any], hints: Mapping[str, str]
+    problems: Sequence[Mapping[str, Any]],
+    read_input: Callable[[int], Any],
+    hints: Mapping[str, str],
+    model: type[BaseModel] | None = None,
 ) -> InvalidRequest:
     """Turn pydantic's errors into one error with a message of one sentence.
 
@@ -140,6 +144,7 @@ def explain(
         problems: Pydantic's error details, without the inputs.
         read_input: Returns the input of the problem at an index; it may be large.
         hints: Advice for fields that are missing or empty, by field.
+        model: Type of the body, for the names of known fields.
     """
     index = max(range(len(problems)), key=lambda i: (problems[i]["type"] in _TOO_LONG, len(problems[i]["loc"])))
     problem = problems[index]
@@ -150,11 +155,21 @@ def explain(
         return InvalidRequest(f"the body is not valid JSON: {context['error']}.", code="invalid_json")
     if name is None:
         return InvalidRequest("the body must be a JSON object.", code="invalid_json")
+    if kind == "extra_forbidden":
+        known = ", ".join(_known_fields(model, problem["loc"]))
+        return InvalidRequest(f"{name} is an unknown field; {f'use {known}' if known else 'leave it out'}.", param=name)
+    if kind == "missing" and isinstance(problem["loc"][-1], int):
+        message = f"{_path(problem['loc'][:-1])} has too few values; give two numbers."
+        return InvalidRequest(message, param=name, code="missing_required_parameter")
     if kind == "missing":
         return InvalidRequest(f"{name} is missing; {hint}.", param=name, code="missing_required_parameter")
     if kind == "string_too_short":
         label = name if "[" in name else f"the {name}"
         return InvalidRequest(f"{label} is empty; {hint}.", param=name, code=f"empty_{_field_name(name)}")
+    if kind == "too_short" and context["min_length"] > 1:
+        length, least = context["actual_length"], context["min_length"]
+        message = f"{name} has {length} entries; at least {least} are needed."
+        return InvalidRequest(message, param=name, code="empty_array")
     if kind == "too_short":
         return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")
     if kind in _TOO_LONG:
@@ -163,7 +178,7 @@ def explain(
         if limit == 0:
             return InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
         length = len(read_input(index)) if length is None else length
-        return InvalidRequest(f"{name} has {length} {unit}; at most {limit} are taken.", param=name, code=code)
+        return InvalidRequest(f"{name} has {length} {unit}; at most {limit} are allowed.", param=name, code=code)
     return InvalidRequest(f"{name} is {show(read_input(index))}; {_requirement(kind, context)}.", param=name)
 
 
@@ -190,6 +205,25 @@ def _path(loc: tuple[int | str, ...]) -> str | None:
     return path or None
 
 
+def _known_fields(model: type[BaseModel] | None, loc: Sequence[int | str]) -> list[str]:
+    """Return the fields of the model inside ``model`` that has the location ``loc``, without its last part."""
+    models = [] if model is None else [model]
+    for part in loc[:-1]:
+        annotations = [item.model_fields[part].annotation for item in models if part in item.model_fields]
+        if annotations:
+            models = [item for annotation in annotations for item in _models_in(annotation)]
+        elif any(item.__name__ == part for item in models):
+            models = [item for item in models if item.__name__ == part]
+    return list(dict.fromkeys(name for item in models for name in item.model_fields))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models in ``annotation``, which may be a union, a list or annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
 def _field_name(path: str) -> str:
     """Return the last field of ``path`` without list indices."""
     return re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
@@ -202,7 +236,7 @@ def _requirement(kind: str, context: dict[str, Any]) -> str:
         "int_from_float": "it must be a whole number",
         "float_parsing": "it must be a number",
         "bool_parsing": "it must be true or false",
-        "int_parsing_size": "that is too large",
+        "int_parsing_size": "the number is too large",
         "float_type": "it must be a number",
         "finite_number": "it must be a finite number",
         "string_type": "it must be text",
@@ -212,15 +246,15 @@ def _requirement(kind: str, context: dict[str, Any]) -> str:
         "dict_type": "it must be an object",
         "model_type": "it must be an object",
         "model_attributes_type": "it must be an object",
-        "string_pattern_mismatch": "it must not hold control characters",
+        "string_pattern_mismatch": "it must not contain control characters",
         "greater_than": "it must be more than {gt:g}",
         "greater_than_equal": "it must be at least {ge}",
         "less_than_equal": "it must be at most {le}",
         "literal_error": "it must be {expected}",
     }
     if kind == "string_pattern_mismatch" and str(context.get("pattern", "")).startswith("^[0-9]"):
-        return "it must be a whole number from 0 on"
-    return requirements.get(kind, "that is not taken").format_map(context)
+        return "it must be a whole number of 0 or more"
+    return requirements.get(kind, "it is not valid").format_map(context)
 
 
 def check_shape(data: bytes) -> None:
@@ -290,4 +324,4 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _too_many(unit: str, count: int, limit: int) -> InvalidRequest:
-    return InvalidRequest(f"the body has {count} {unit}; at most {limit} are taken.", code="body_too_complex")
+    return InvalidRequest(f"the body has {count} {unit}; at most {limit} are allowed.", code="body_too_complex")

@@ -42,7 +42,7 @@ def add_docs(app: FastAPI) -> None:
         document = await render_once("document", lambda: msgspec.json.encode(app.openapi()))
         return Response(document, media_type="application/json")
 
-    @app.get(PATH, summary="This description as a page", response_class=HTMLResponse)
+    @app.get(PATH, summary="API description as an HTML page", response_class=HTMLResponse)
     async def answer() -> Response:
         page = await render_once("page", lambda: render(app.openapi()).encode())
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})

@@ -39,7 +39,7 @@ CONTROLNET: Final = "/controlnet"
 A1111_PATHS: Final = (f"{A1111}/", f"{CONTROLNET}/")
 """Prefixes of the paths whose errors have A1111's form: its API and its ControlNet extension."""
 
-OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
+OUR_MISTAKE: Final = "internal server error; the server's log has the request id of this response."
 
 ABOUT_SERVER: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind for kind in (EngineUnavailable, ModelLoadError, InsufficientMemory)
@@ -121,10 +121,10 @@ def expected_error(error: Exception) -> DiffserveError | None:
     if isinstance(error, DiffserveError):
         return error
     if _is_sick_disk(error):
-        message = "the server's disk cannot be read or written; its log has the reason."
+        message = "the server cannot read or write its disk; its log has the reason."
         return HttpError(507, message, code="disk_error")
     if _is_disk_full(error):
-        return HttpError(507, "there is no room on the server's disk for this.", code="no_room")
+        return HttpError(507, "the server's disk is full.", code="no_room")
     return None
 
 
@@ -149,7 +149,12 @@ def routing_error(status: int, method: str, path: str, *, allow: str | None = No
     """Return the error for an address or a method that no route serves; ``allow`` names the methods that it has."""
     where = f"{method[:16]} {show(path)}"
     if status == 405:
-        return HttpError(status, f"{where} is not offered.", code="method_not_allowed", allow=allow)
+        return HttpError(
+            status,
+            f"{show(path)} does not support {method[:16]}; use {allow or 'another method'}.",
+            code="method_not_allowed",
+            allow=allow,
+        )
     if status == 404:
         return HttpError(status, f"{where} does not exist.", code="unknown_url")
     return HttpError(status, "the request could not be read.", code="bad_request")

@@ -57,7 +57,7 @@ async def complete_body(request: Request) -> AsyncGenerator[bytes, None]:
             latest = latest[-len(closing) + 1 :]
             yield chunk
     if not is_closed:
-        message = "the form ends before its closing boundary, so its last part is not whole; send it again."
+        message = "the form ends before its closing boundary, so its last part is incomplete; send it again."
         raise HttpError(400, message, code="invalid_form")
 
 

@@ -91,7 +91,7 @@ class KeyRing:
             keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
         except sqlite3.Error as error:
-            log.error("the keys cannot be read; those known before stay good", extra={"reason": str(error)})
+            log.error("the API keys cannot be read; the keys read before stay valid", extra={"reason": str(error)})
             return
         self._stamp, self._mark = stamp, mark
         self._good = {key.digest: key for key in keys if key.revoked_s is None}
@@ -178,7 +178,7 @@ class RateLimits:
         self._buckets[key.id] = (left, now_s)
         if not has_room:
             again_s = (1.0 - left) * 60.0 / limit
-            message = f"this key may ask {limit} times a minute; try again in {again_s:.1f} s."
+            message = f"this key is limited to {limit} requests per minute; try again in {again_s:.1f} s."
             raise RateLimited(message, retry_after_s=again_s, headers=_limit_headers(limit, left))
         return _limit_headers(limit, left)
 

@@ -35,10 +35,16 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
     async def ask(request: Request) -> Response:
         return _page("", prefix_of(request.scope))
 
-    page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The form with an error message."}
+    page = {
+        "content": {"text/html": {"schema": {"type": "string"}}},
+        "description": "The login form with an error message.",
+    }
     sent = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string"}}}
     form = {"requestBody": {"required": True, "content": {FORM: {"schema": sent}}}}
-    to_page: dict[int | str, dict[str, Any]] = {303: {"description": "To the page, with a session."}, 401: page}
+    to_page: dict[int | str, dict[str, Any]] = {
+        303: {"description": "Redirect to the page, with a session cookie."},
+        401: page,
+    }
 
     @app.post(
         LOGIN, summary="Exchange an API key for a session", openapi_extra=form, responses=to_page, status_code=303,
@@ -47,7 +53,7 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
     async def enter(request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != FORM:
-            raise HttpError(415, f"a key is sent as a form ({FORM}).", code="unsupported_media_type")
+            raise HttpError(415, f"send the key as a form ({FORM}).", code="unsupported_media_type")
         prefix = prefix_of(request.scope)
         text = (await read_form(request, max_files=0)).fields.get("key", "")
         key = ring.find(text.strip()[:MAX_KEY_CHARS]) if isinstance(text, str) else None

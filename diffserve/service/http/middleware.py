@@ -36,6 +36,7 @@ from diffserve.service.http.addresses import (
     origin_of,
     public_address,
 )
+from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for
 from diffserve.service.http.keys import LOGIN, key_in, session_in
 from diffserve.service.lifecycle import hung_up
@@ -231,7 +232,7 @@ class OriginGuard:
     def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> HttpError | None:
         host = headers.get("host", "")
         if host and hostname(host) not in self.hosts:
-            return HttpError(403, HOST_NOT_ALLOWED, code="host_not_allowed")
+            return HttpError(403, HOST_NOT_ALLOWED.format(host=show(host)), code="host_not_allowed")
         method = scope["method"]
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
@@ -242,7 +243,11 @@ class OriginGuard:
         else:
             is_foreign = not self._is_accepted(origin, scope)
         if is_foreign:
-            return HttpError(403, "requests from other sites' pages are not taken.", code="origin_not_allowed")
+            return HttpError(
+                403,
+                "requests from pages of other sites are not allowed; add the site to [serve] cors_origins.",
+                code="origin_not_allowed",
+            )
         return None
 
     def _is_accepted(self, origin: str, scope: Scope) -> bool:
@@ -278,14 +283,16 @@ class FramingGuard:
         names = [name for name, _ in scope["headers"]]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             return HttpError(
-                400, "give Content-Length or Transfer-Encoding, not both.", code="ambiguous_length", is_last=True
+                400, "send Content-Length or Transfer-Encoding, not both.", code="ambiguous_length", is_last=True
             )
         if scope["http_version"] not in ("1.0", "1.1"):
-            return HttpError(400, "this server speaks HTTP/1.1.", code="unsupported_http_version", is_last=True)
+            return HttpError(
+                400, "this server only supports HTTP/1.0 and HTTP/1.1.", code="unsupported_http_version", is_last=True
+            )
         path: bytes = scope.get("raw_path") or b""
         hidden = _HIDDEN.search(path)
         if hidden is not None and not (path.startswith(_NAMES_BELOW) and hidden[0] != b"%00"):
-            return HttpError(400, f"{hidden[0].decode()} is not taken in an address.", code="encoded_slash")
+            return HttpError(400, f"{hidden[0].decode()} is not allowed in a URL path.", code="encoded_slash")
         return None
 
 
@@ -348,7 +355,11 @@ class BodyLimit:
         if int(announced[:20]) > max_bytes:
             return too_long(max_bytes)
         if headers.get("content-encoding", "identity").lower() != "identity":
-            return HttpError(415, "compressed bodies are not taken.", code="unsupported_content_encoding")
+            return HttpError(
+                415,
+                "compressed request bodies are not supported; send the body uncompressed.",
+                code="unsupported_content_encoding",
+            )
         return None
 
 

@@ -30,7 +30,7 @@ STATUS_TEXTS: Final = {
     400: "The request is invalid; `param` and `message` say why.",
     401: "The API key is missing or invalid.",
     403: "The key lacks a permission, or the request comes from another site's page.",
-    404: "Nothing has this name.",
+    404: "There is no object with this name.",
     408: "The body did not arrive in time.",
     409: "The object is in a state that does not allow this.",
     413: "The body is too long.",
@@ -68,7 +68,7 @@ class ErrorObject(BaseModel):
     type: str
     param: str | None
     code: str | None
-    predicted_s: Annotated[float | None, Field(description="Only of deadlines that cannot be met.")] = None
+    predicted_s: Annotated[float | None, Field(description="Only if the deadline cannot be met.")] = None
 
 
 class Error(BaseModel):
@@ -99,7 +99,8 @@ SECURITY_SCHEMES: Final = {
 }
 DESCRIPTION: Final = (
     "Images from prompts and images, and text generation. Every path also works without `/v1` and with a trailing "
-    "slash. A server without keys requires no authentication. Not served of A1111's API: `interrogate`, the upscaling "
+    "slash. A server without keys requires no authentication. Not supported from A1111's API: `interrogate`, the "
+    "upscaling "
     "routes (`extra-...`), `create` and `train`, `server-...`, and scripts other than ControlNet. Ignored fields of "
     "A1111 are named in the warnings."
 )
@@ -193,4 +194,4 @@ def _complete_success(response: dict[str, Any], operation: dict[str, Any]) -> No
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     if "stream" in body.get("properties", {}):
         response["content"]["text/event-stream"] = {"schema": EVENT}
-        response["headers"] |= {name: {"schema": TEXT, "description": "Of a stream."} for name in HEADERS}
+        response["headers"] |= {name: {"schema": TEXT, "description": "Only in streams."} for name in HEADERS}

@@ -27,7 +27,7 @@ MAX_GATHERED_BYTES = 64 * 1024
 
 _LOOSE_LINE: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]")
 _BAD_HTTP: Final = HttpError(400, "the request is not valid HTTP, or its headers are too long.", code="bad_http")
-_FULL: Final = HttpError(503, "the server has no connection left; please try again in a moment.", code="server_full")
+_FULL: Final = HttpError(503, "the server has too many connections; please try again in a moment.", code="server_full")
 
 
 class StrictLines(ReceiveBuffer):
@@ -60,7 +60,7 @@ class StrictLines(ReceiveBuffer):
         search_start = max(0, self._multiple_lines_search - 3)
         end = self._data.find(b"\r\n\r\n", search_start)
         if _LOOSE_LINE.search(self._data, search_start, len(self._data) if end < 0 else end):
-            raise h11.LocalProtocolError("a line does not end in CRLF, or goes on in the next")
+            raise h11.LocalProtocolError("a line does not end in CRLF, or continues on the next line")
         if end < 0:
             self._multiple_lines_search = len(self._data)
             return None

@@ -52,7 +52,7 @@ class BeforeProxy:
             if not is_lost:
                 await send(message)
             elif not message.get("more_body", message["type"] == "http.response.start"):
-                error = EngineUnavailable("the front is being started; please try again in a moment.")
+                error = EngineUnavailable("the server is starting; please try again in a moment.")
                 await reply_to(error).response(scope, receive, send)
 
         headers = [item for item in scope["headers"] if item[0].lower() not in THEIR_WORDS]

@@ -161,7 +161,7 @@ class EventStreamResponse(Response):
             async with asyncio.timeout(GOODBYE_S):
                 await _send(send, self._error_event(error) + self._ending, is_last=True)
         except (TimeoutError, RuntimeError):  # the client reads nothing, or the status line was not sent
-            log.warning("the end of a stream was not read")
+            log.warning("the client did not read the end of a stream")
 
     def _error_event(self, error: Exception) -> bytes:
         """Encode ``error`` as an event with the error object."""

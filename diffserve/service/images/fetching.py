@@ -109,9 +109,7 @@ class Fetcher:
         """Replace every image URL in ``bodies`` by a data URL of the image. Raises InvalidRequest."""
         places = [place for body in bodies for place in _url_positions(body, "", is_picture=False)]
         if len(places) > MAX_FETCHES:
-            message = (
-                f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
-            )
+            message = f"{len(places)} images are given as URLs; at most {MAX_FETCHES} are allowed."
             raise InvalidRequest(message, param=places[0].name, code="url_not_allowed")
         targets = [self._target(place.url, place.name) for place in places]
         budget = _Budget(MAX_REQUEST_BYTES)
@@ -126,7 +124,7 @@ class Fetcher:
     def _target(self, url: str, name: str) -> tuple[str, int, str, str]:
         """Return the host, port and path of an allowed URL, and ``name``. Raises InvalidRequest."""
         message = (
-            f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
+            f"{name} is a URL, and this server does not fetch images; send the image as a data URL "
             "(data:image/png;base64,...) or upload it."
         )
         check(bool(self._hosts), message, name, "url_not_allowed")
@@ -141,7 +139,7 @@ class Fetcher:
                 len(self._hosts) - MOST_NAMED,
             )
             hosts = ", ".join(names[:MOST_NAMED]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
-            message = f"{name} is {show(url)}; pictures are fetched by https from {hosts} alone."
+            message = f"{name} is {show(url)}; images are only fetched by https from {hosts}."
             raise InvalidRequest(message, param=name, code="url_not_allowed")
         path = parts.path or "/"
         return host, port, f"{path}?{parts.query}" if parts.query else path, name
@@ -162,7 +160,7 @@ class Fetcher:
         except TimeoutError:
             raise _unreadable_error(name, f"did not answer within {self._limit_s:g} s") from None
         except ssl.SSLError:
-            raise _unreadable_error(name, "has no certificate that can be believed") from None
+            raise _unreadable_error(name, "has no valid certificate") from None
         except (OSError, asyncio.IncompleteReadError, UnicodeError):
             raise _unreadable_error(name, "cannot be reached") from None
 
@@ -192,7 +190,7 @@ def _public(resolved: Sequence[str], name: str) -> str:
         addresses = [ipaddress.ip_address(text) for text in resolved]
     except ValueError:
         addresses = []
-    message = f"{name} lies at an address that is not of the public net; such are not fetched from."
+    message = f"the host of {name} is not on the public internet; send the image itself."
     check(bool(addresses) and all(map(is_public, addresses)), message, name, "url_not_allowed")
     return str(addresses[0])
 
@@ -214,7 +212,7 @@ async def _get(
         try:
             event = connection.next_event()
         except h11.RemoteProtocolError:
-            raise _unreadable_error(name, "does not answer in HTTP") from None
+            raise _unreadable_error(name, "did not answer in HTTP") from None
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(65536))
         elif isinstance(event, h11.Response):
@@ -227,17 +225,17 @@ async def _get(
         elif isinstance(event, h11.EndOfMessage):
             return bytes(body)
         elif isinstance(event, h11.ConnectionClosed):
-            raise _unreadable_error(name, "hung up")
+            raise _unreadable_error(name, "closed the connection")
 
 
 def _check_head(response: h11.Response, name: str) -> None:
     headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in response.headers}
-    message = f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
+    message = f"{name} is a URL that redirects; redirects are not followed, give the final URL."
     check(not 300 <= response.status_code < 400, message, name, "url_not_allowed")
     if response.status_code != 200:
         raise _unreadable_error(name, f"answered {response.status_code}")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise _unreadable_error(name, "answered with compressed bytes")
+        raise _unreadable_error(name, "sent a compressed body")
     with contextlib.suppress(ValueError):
         if int(headers.get("content-length", "0")) > MAX_FETCHED_BYTES:
             raise _too_large_error(name)
@@ -276,12 +274,13 @@ def _base64(file: bytes) -> str:
 
 
 def _unreadable_error(name: str, why: str) -> InvalidRequest:
-    message = f"{name} cannot be fetched: its server {why}; send the picture itself."
+    message = f"{name} cannot be fetched: its server {why}; send the image itself."
     return InvalidRequest(message, param=name, code="url_unreadable")
 
 
 def _too_large_error(name: str) -> InvalidRequest:
     message = (
-        f"{name} is too long; {MAX_FETCHED_BYTES} bytes are fetched of a picture, {MAX_REQUEST_BYTES} for a request."
+        f"{name} is too large; at most {MAX_FETCHED_BYTES} bytes are allowed per image, {MAX_REQUEST_BYTES} per "
+        "request."
     )
     return InvalidRequest(message, param=name, code="image_too_large")

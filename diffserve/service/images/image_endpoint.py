@@ -67,7 +67,7 @@ class ImageEndpoint(ImageServiceEndpoint[GenerateBody, ImagePlan]):
         form = await read_form(request, max_files=MAX_PICTURES + 1)
         if unknown := form.files.keys() - {"image", "images", "mask"}:
             name = min(unknown)
-            raise InvalidRequest(f"no file {name[:64]!r} is taken; upload image and mask.", param=name[:64])
+            raise InvalidRequest(f"{name[:64]!r} is not a file field; upload files as image and mask.", param=name[:64])
         body = parse_fields(kind, form.fields)
         body.with_uploads(form.files)
         return body

@@ -34,7 +34,7 @@ ROUTE: Final = "/v1/images/files"
 FREED_SHARE: Final = 0.1
 """Share of the size limit that is freed at once, so that not every new image scans the folder."""
 
-NOT_STORED: Final = "the image could not be stored for its URL; it is in b64_json only."
+NOT_STORED: Final = "the image could not be stored at a URL; it is in b64_json only."
 _NAME: Final = re.compile(r"[0-9a-f]{32}\.(?:png|jpeg|webp)")
 _OURS: Final = re.compile(rf"{_NAME.pattern}(?:\.part)?")
 _HOST: Final = re.compile(r"(?:[A-Za-z0-9._\-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -135,7 +135,8 @@ class ImageStore:
                 await FILES.run(self.sweep)
             except OSError as error:
                 log.warning(
-                    "the image folder cannot be swept", extra={"reason": error.strerror or type(error).__name__}
+                    "expired images cannot be removed from the image folder",
+                    extra={"reason": error.strerror or type(error).__name__},
                 )
             await asyncio.sleep(SWEEP_EVERY_S)
 

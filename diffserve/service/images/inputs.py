@@ -72,13 +72,14 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
         schedule = schedule or implied_schedule
     elif body.scheduler is not None:
         message = (
-            f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
-            f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}."
+            f"scheduler is {show(body.scheduler)}; with sampler {show(sampler)} "
+            f"it must be one of {', '.join(SCHEDULE_TYPES)}."
         )
         check(sampler is None, message, "scheduler", "unknown_scheduler")
+        _check_sampler(body.scheduler, "scheduler")
         sampler = body.scheduler
     if sampler is not None:
-        _check_sampler(sampler)
+        _check_sampler(sampler, "sampler" if body.sampler_name is None else "sampler_name")
         _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
@@ -111,7 +112,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
 
 def _switch_at(body: GenerateBody) -> float | None:
     if body.refiner is False and body.switch_at is not None:
-        message = f"refiner is false but switch_at is {body.switch_at:g}, where it would take over; give one of them."
+        message = f"refiner is false but switch_at is {body.switch_at:g}; give one of them."
         raise InvalidRequest(message, param="switch_at")
     return SWITCH_AT if body.refiner and body.switch_at is None else body.switch_at
 
@@ -125,18 +126,19 @@ def _sizes(body: GenerateBody) -> MicroConditioning | None:
 
 def _check_agree(value: str | None, name: str, other_value: str | None, source: str, param: str) -> None:
     """Check that two fields do not name different sigma schedules. Raises InvalidRequest."""
-    message = f"{name} is {show(value)} and {source} says {show(other_value)}; give one of them."
+    message = f"{name} is {show(value)} but {source} means {show(other_value)}; give one of them."
     check(None in (value, other_value) or value == other_value, message, param)
 
 
-def _check_sampler(name: str) -> None:
+def _check_sampler(name: str, param: str) -> None:
     shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
     try:
         resolve_sampler(shortened)
     except UnknownSampler as error:
-        raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
-    message = f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}."
-    check(shortened == name, message, "sampler", "unknown_sampler")
+        message = str(error).replace("sampler is", f"{param} is", 1)
+        raise InvalidRequest(message, param=param, code="unknown_sampler") from None
+    message = f"{param} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed."
+    check(shortened == name, message, param, "unknown_sampler")
 
 
 def _check_listed(name: str, value: str | None, allowed: Iterable[str]) -> None:
@@ -207,7 +209,7 @@ def image_bytes(text: str, name: str) -> bytes:
         InvalidRequest: ``text`` is a URL, is empty, or is not base64. The error names the parameter ``name``.
     """
     header = _DATA_URL.match(text)
-    message = f"{name} is an address, and nothing is fetched here; send the picture as a data URL of it."
+    message = f"{name} is a URL, and this server does not fetch images; send the image as a data URL."
     check(header is not None or not is_address(text), message, name, "url_not_allowed")
     try:
         digits = text[header.end() if header else 0 :].encode("ascii").translate(None, _WHITE_SPACE)
@@ -215,7 +217,7 @@ def image_bytes(text: str, name: str) -> bytes:
         unpadded = digits if num_padding > 2 else digits.rstrip(b"=")
         data = base64.b64decode(unpadded + b"=" * (-len(unpadded) % 4), validate=True)
     except (binascii.Error, ValueError):
-        message = f"{name} is not base64; send a PNG, JPEG or WebP file in base64, or as a data URL of it."
+        message = f"{name} is not base64; send a PNG, JPEG or WebP file in base64, or as a data URL."
         raise InvalidRequest(message, param=name, code="invalid_image") from None
     check(bool(data), f"the {name} is empty; send a PNG, JPEG or WebP file.", name, "invalid_image")
     return data
@@ -240,7 +242,7 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
     files = [*body.uploads.get("image", []), *body.uploads.get("images", [])]
     files += [_reference_bytes(image, "image") for image in body.pictures()]
     message = "image is missing; upload a PNG, JPEG or WebP file, send it in base64, "
-    message += 'or name one of /v1/files: "image": {"file_id": "..."}.'
+    message += 'or give the ID of a file from /v1/files: "image": {"file_id": "..."}.'
     check(bool(files), message, "image", "missing_required_parameter")
     warnings: list[str] = []
     image, transparent = reader.decode_with_mask(files[0])
@@ -320,5 +322,7 @@ def refuse_infotext(body: GenerateBody) -> None:
     Raises:
         InvalidRequest: The body has an infotext.
     """
-    message = "infotext is taken in a JSON body of /v1/images/generations, edits and variations; give the fields."
+    message = (
+        "infotext is only supported in a JSON body of /v1/images/generations, edits and variations; give the fields."
+    )
     check(not body.infotext, message, "infotext", "unsupported_parameter")

@@ -171,7 +171,7 @@ def plan_images(
         sentences.append(size.warning)
     quality = _quality(body, sentences)
     if body.partial_images and not body.stream:
-        sentences.append("partial_images changes nothing without stream.")
+        sentences.append("partial_images has no effect without stream.")
     sentences += body.warnings
     control_images = _control_images(body, reader)
     diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), control_images)
@@ -294,5 +294,5 @@ def _quality(body: GenerateBody, warnings: list[str]) -> str:
     quality = body.quality or AUTO
     if is_quality(quality):
         return quality
-    warnings.append(f"quality {show(quality)} is unknown and was taken as auto; choose from {', '.join(QUALITIES)}.")
+    warnings.append(f"quality {show(quality)} is unknown, so auto was used; choose from {', '.join(QUALITIES)}.")
     return AUTO

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from diffserve.api.fields import MAX_GUIDANCE, MAX_SEED, SHARED_FIELDS, RequestField
+from diffserve.api.fields import MAX_GUIDANCE, MAX_SEED, REQUEST_FIELDS, SHARED_FIELDS, RequestField
 from diffserve.api.micro_conditioning import MAX_SIDE
 from diffserve.api.prompt_syntax import PromptSyntax
 from diffserve.api.types import MAX_IMAGES, MAX_PROMPT_CHARS, SWITCH_AT
@@ -33,13 +33,15 @@ MAX_NAME_CHARS = 64
 REFUSED: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "latents", "kwargs", "extra_body"),
-        "tensors and raw pipeline arguments are not taken over HTTP.",
+        "tensors and raw pipeline arguments are not accepted over HTTP.",
     ),
     **dict.fromkeys(
         ("image", "images", "init_image", "init_images", "mask", "strength", "denoising_strength"),
         "this endpoint takes no images; use /v1/images/edits.",
     ),
-    **dict.fromkeys(("callback_url", "webhook", "webhook_url"), "the server makes no callbacks; wait for the answer."),
+    **dict.fromkeys(
+        ("callback_url", "webhook", "webhook_url"), "the server does not send callbacks; wait for the response."
+    ),
 }
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -47,16 +49,19 @@ Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Threshold = Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
 Syntax = Annotated[
-    PromptSyntax, Field(description="Whether brackets weigh words; a wish that is rewritten first is read as it is.")
+    PromptSyntax,
+    Field(description="a1111: brackets set the weights of words; ignored if the prompt is rewritten first."),
 ]
-Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
-HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
+Seed = Annotated[
+    int, Field(ge=-1, le=MAX_SEED, description="Seed of the first image; -1 or null: random. The response contains it.")
+]
+HOW_MANY: Final = "draft, standard or fine (low, medium, high): sets the number of steps if steps is not given."
 Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
-FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
+FOR_AN_HOUR: Final = "url: a URL that is valid for an hour; the default of dall-e-2 and dall-e-3."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
-INFOTEXT: Final = "The parameters in a picture: they fill what the body leaves out."
-PAINTED: Final = "Number of images to generate; the n with the highest scores are returned, the best first."
-FIRST: Final = "Whether the language model turns the wish into a prompt first."
+INFOTEXT: Final = "Generation parameters as text; used for fields that the body omits."
+PAINTED: Final = REQUEST_FIELDS["best_of"].help
+FIRST: Final = "Whether the language model rewrites the prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -75,7 +80,9 @@ class LoraChoice(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_CHARS)]
     scale: LoraScale = 1.0
-    unet_scale: Annotated[LoraScale, Field(description="Of the UNet; scale is the text encoders'.")] | None = None
+    unet_scale: (
+        Annotated[LoraScale, Field(description="Scale for the UNet; scale is then for the text encoders only.")] | None
+    ) = None
 
 
 class ControlNetChoice(BaseModel):
@@ -86,17 +93,23 @@ class ControlNetChoice(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_CHARS)]
     image: Annotated[str, Field(min_length=1, description="A PNG, JPEG or WebP in base64, or a data URL of it.")]
     scale: Annotated[float, Field(ge=0.0, le=MAX_CONTROLNET_SCALE)] = 1.0
-    start: Annotated[Fraction, Field(description="The share of the steps from which on it is at work.")] = 0.0
-    end: Annotated[Fraction, Field(description="The share up to which it is.")] = 1.0
-    preprocessor: Annotated[str, Field(description="canny: find edges first.")] = PASSED_THROUGH
+    start: Annotated[Fraction, Field(description="Fraction of the steps at which the ControlNet starts.")] = 0.0
+    end: Annotated[Fraction, Field(description="Fraction of the steps at which the ControlNet stops.")] = 1.0
+    preprocessor: Annotated[str, Field(description="canny: detect edges in the image first.")] = PASSED_THROUGH
     resize: Annotated[
-        bool | ResizeMode, Field(description="True: resize an image of the same aspect; a mode: of any aspect.")
+        bool | ResizeMode,
+        Field(description="true: resize an image of the same aspect ratio; a mode: of any aspect ratio."),
     ] = False
-    thresholds: Annotated[tuple[Threshold, Threshold], Field(description="Of canny: weak and strong.")] = (
+    thresholds: Annotated[tuple[Threshold, Threshold], Field(description="Low and high threshold of canny.")] = (
         CANNY_THRESHOLDS
     )
     resolution: Annotated[
-        int, Field(ge=0, le=MAX_RESOLUTION, description="Shorter side at which canny finds edges; 0: as painted.")
+        int,
+        Field(
+            ge=0,
+            le=MAX_RESOLUTION,
+            description="Shorter side at which canny detects edges; 0: that of the generated image.",
+        ),
     ] = 0
 
 
@@ -142,23 +155,27 @@ class GenerateBody(SharedBody):
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: Annotated[str, Field(description="A name from /v1/models; omitted: the first model.")] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i; varied: one seed.")] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Number of images; image i uses seed + i.")] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_IMAGES, description=PAINTED)] | None = None
-    size: Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto.")] | None = None
+    size: Annotated[str, Field(description=REQUEST_FIELDS["size"].help)] | None = None
     quality: Quality | None = None
     response_format: Delivery | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[int, Field(ge=0, le=100, description="JPEG and WebP quality.")] | None = None
+    output_compression: (
+        Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP, 0 to 100.")] | None
+    ) = None
     background: Literal["transparent", "opaque", "auto"] | None = None
     moderation: Ignored | None = None
     style: Ignored | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     stream: bool | None = None
-    partial_images: Annotated[int, Field(ge=0, le=3, description="Previews on the way, with stream.")] | None = None
-    progress: Annotated[bool, Field(description="With stream: an event for every step; omitted: yes.")] | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3, description="Number of previews; needs stream.")] | None = None
+    progress: Annotated[bool, Field(description="With stream: send an event for every step; default: true.")] | None = (
+        None
+    )
     prompt_rewriter: Rewriter | None = None
-    watermark: Annotated[bool, Field(description="False: of the server's own page alone, for measuring.")] | None = None
+    watermark: Annotated[bool, Field(description="false: no watermark; only for the server's own page.")] | None = None
 
     infotext: Annotated[str, Field(max_length=MAX_BYTES, description=INFOTEXT)] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
@@ -167,26 +184,26 @@ class GenerateBody(SharedBody):
     steps: Annotated[Steps, Field(description="Another name for num_inference_steps.")] | None = None
     guidance_scale: Guidance | None = None
     cfg_scale: Annotated[Guidance, Field(description="Another name for guidance_scale.")] | None = None
-    sampler: Annotated[str, Field(description="For example dpmpp_2m, DPM++ 2M Karras, euler_a.")] | None = None
+    sampler: Annotated[str, Field(description=REQUEST_FIELDS["sampler"].help)] | None = None
     sampler_name: Annotated[str, Field(description="Another name for sampler.")] | None = None
-    scheduler: Annotated[str, Field(description="A sampler by another name, or a schedule type.")] | None = None
+    scheduler: (
+        Annotated[str, Field(description="Another name for sampler, or a schedule type such as karras.")] | None
+    ) = None
     sigma_schedule: Name | None = None
     spacing: Name | None = None
-    seed: Seed | None = None
-    variation_seed: Seed | None = None
+    seed: Annotated[Seed, Field(description=REQUEST_FIELDS["seed"].help)] | None = None
+    variation_seed: Annotated[Seed, Field(description=REQUEST_FIELDS["variation_seed"].help)] | None = None
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None
     refiner: (
         Annotated[
-            bool, Field(description=f"Denoise the last steps with the refiner, from {SWITCH_AT} or switch_at on.")
+            bool, Field(description=f"Use the refiner for the last steps, after switch_at (default: {SWITCH_AT}).")
         ]
         | None
     ) = None
-    switch_at: (
-        Annotated[Fraction, Field(description="The share of the steps from which on the refiner runs.")] | None
-    ) = None
-    width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
+    switch_at: Annotated[Fraction, Field(description=REQUEST_FIELDS["switch_at"].help)] | None = None
+    width: Annotated[int, Field(description="Width in pixels; with height, an alternative to size.")] | None = None
     height: int | None = None
     _recorded_warnings: tuple[str, ...] = PrivateAttr(default=())
 
@@ -203,7 +220,7 @@ class GenerateBody(SharedBody):
 MAX_PICTURES: Final = 16
 PICTURE_FIELDS: Final = frozenset({"image", "images", "mask", "strength"})
 
-Base64 = Annotated[str, Field(min_length=1, description="base64, or a data URL")]
+Base64 = Annotated[str, Field(min_length=1, description="Image in base64, or a data URL.")]
 
 
 class ImageReference(BaseModel):
@@ -211,14 +228,19 @@ class ImageReference(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    image_url: Annotated[str, Field(description="A data URL, or an address where those are fetched.")] | None = None
-    file_id: Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")] | None = None
+    image_url: Annotated[str, Field(description="A data URL, or an https URL if the server fetches images.")] | None = (
+        None
+    )
+    file_id: (
+        Annotated[str, Field(max_length=256, description="ID of a file that you uploaded to /v1/files.")] | None
+    ) = None
 
 
 AnyImage = Base64 | ImageReference
 Images = Annotated[list[AnyImage], Field(min_length=1, max_length=MAX_PICTURES)]
 Strength = Annotated[
-    Fraction, Field(description="Denoising strength; omitted: 1 with a mask, else 0.75, or 0.5 with high fidelity.")
+    Fraction,
+    Field(description="Denoising strength; default: 1 with a mask, else 0.75, or 0.5 with input_fidelity high."),
 ]
 
 
@@ -254,7 +276,7 @@ class EditBody(StartBody):
     model_config = ConfigDict(title="EditImageRequest")
 
     mask: AnyImage | None = None
-    input_fidelity: Annotated[Literal["high", "low"], Field(description="high: less is repainted.")] | None = None
+    input_fidelity: Annotated[Literal["high", "low"], Field(description="high: keep more of the image.")] | None = None
 
 
 class VariationBody(StartBody):

@@ -47,7 +47,7 @@ SERVER_ERROR_CODES: Final = frozenset(kind.default_code for kind in (DiffserveEr
 """Codes of failures that the client did not cause."""
 
 WATERMARK_STAYS: Final = (
-    "watermark: false changes nothing; the server's configuration alone can leave it out (--no-watermark)."
+    "watermark: false has no effect; only the server's configuration can disable it (--no-watermark)."
 )
 NO_IMAGE: Final = "the engine finished without an image."
 

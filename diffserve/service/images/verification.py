@@ -27,7 +27,7 @@ class VerifyBody(Body):
 
     model_config = ConfigDict(title="VerifyProvenanceRequest")
 
-    image: Annotated[str, Field(min_length=1, description="base64, or a data URL")] | None = None
+    image: Annotated[str, Field(min_length=1, description="Image in base64, or a data URL.")] | None = None
 
 
 class Verification:

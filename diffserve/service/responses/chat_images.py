@@ -145,7 +145,7 @@ class ChatImages(ImageEndpoint):
             return Tool.model_validate({**({} if size is None else {"size": size}), **fields, "type": PAINTS})
         except ValidationError as error:
             name = str(error.errors(include_url=False)[0]["loc"][0])
-            message = f"{name} is {show(fields.get(name))}; that is not taken, see /v1/images/generations."
+            message = f"{name} is {show(fields.get(name))}, which is not allowed; see /v1/images/generations."
             raise InvalidRequest(message, param=name, code="invalid_value") from None
 
     def _size(self, body: PictureChatBody) -> str | None:
@@ -184,7 +184,10 @@ class ChatImages(ImageEndpoint):
 
 def _check_format(response_format: object) -> None:
     kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
-    message = f"response_format.type is {show(kind)}, but images are requested, which have no format; leave one out."
+    message = (
+        f"response_format.type is {show(kind)}, but images are requested, which have no text format; leave "
+        "response_format out."
+    )
     check(kind == "text", message, "response_format", "unsupported_parameter")
 
 
@@ -195,7 +198,7 @@ def _turn(message: PictureMessage, place: int) -> Turn:
         if part.type == "image_url" and part.image_url is None:
             name = f"messages[{place}].content"
             raise InvalidRequest(
-                f"{name} has a picture without image_url.", param=name, code="missing_required_parameter"
+                f"{name} has an image without image_url.", param=name, code="missing_required_parameter"
             )
     words = content if isinstance(content, str) else "\n".join(part.text for part in parts if part.type == "text")
     pictures = tuple(part.image_url.url for part in parts if part.image_url is not None)

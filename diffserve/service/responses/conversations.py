@@ -26,7 +26,7 @@ from diffserve.service.responses.turns import Turn, items_of, page_of, read_turn
 MAX_ITEMS: Final = 20
 """Limit on the items of one request; responses add more."""
 
-TOO_LONG: Final = "the conversation is too long to be kept any further; begin a new one."
+TOO_LONG: Final = "the conversation is too long to be stored; start a new one."
 
 
 class ConversationBody(Body):

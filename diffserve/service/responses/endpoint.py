@@ -72,7 +72,7 @@ from diffserve.service.responses.turns import Turn, items_of, merge_warnings, pa
 from diffserve.service.threads import ANSWERS
 
 MAX_EVENTS: Final = 10**9
-TOO_LARGE: Final = "the response is too large to be kept; ask for it without background."
+TOO_LARGE: Final = "the response is too large to be stored; request it without background."
 
 log = logging.getLogger("diffserve.http")
 
@@ -135,7 +135,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
             model = images.request.model
             warnings += images.warnings
             if body.instructions:
-                warnings.append("instructions do not change an image.")
+                warnings.append("instructions have no effect on an image.")
         return ResponsePlan(
             head=head_of(body, f"resp_{suffix}", int(time.time()), model),
             owner=owner,
@@ -159,7 +159,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
         """Return the turns of the conversation that ``body`` continues. Raises InvalidRequest or HttpError 404."""
         if body.conversation is None:
             return self.store.previous(body.previous_response_id, owner) if body.previous_response_id else ()
-        message = "previous_response_id is given beside conversation; give one of them."
+        message = "previous_response_id and conversation are both given; give one of them."
         check(not body.previous_response_id, message, "previous_response_id")
         return self.conversations.turns(conversation_of(body), owner)
 
@@ -241,7 +241,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
             except DiffserveError as raised:
                 error = raised
             except Exception as failure:
-                log_failure(log, "a response in the background failed", failure)
+                log_failure(log, "a background response failed", failure)
                 error = expected_error(failure) or DiffserveError(OUR_MISTAKE)
             reason = None if error.code == CANCELLED else response_error(error)
             response = response_of(plan.head, "failed" if reason else "cancelled", [], error=reason)
@@ -358,14 +358,17 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
         stored, response_id = self._find_response(request), str(request.path_params["response_id"])
         has_seen = "starting_after" in request.query_params
         if not bool_query(request, "stream"):
-            message = "starting_after is about events: ask for them with stream=true, or leave it out."
+            message = "starting_after is only for events; add stream=true, or leave it out."
             check(not has_seen, message, "starting_after")
             return Response(stored.body, media_type="application/json")
         place = int_query(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
             return await self._follow(record.follow(place), request)
-        message = "stream is for a response that was asked for with background and stream, and whose events are kept."
+        message = (
+            "stream is only possible for a response that was created with background and stream, and whose events "
+            "are stored."
+        )
         check(bool(stored.events), message, "stream", "unsupported_parameter")
         return await self._follow(replay(stored.events[place:]), request)
 
@@ -379,7 +382,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
     async def cancel(self, request: Request) -> Response:
         """Cancel a background response; a finished one is returned unchanged."""
         if not msgspec.json.decode(self._find_response(request).body)["background"]:
-            message = "only a response in the background can be cancelled; hang up where you wait for one."
+            message = "only a background response can be cancelled; close the connection to cancel this one."
             raise InvalidRequest(message, param="response_id")
         await self._in_flight.cancel(self._find_response(request).work)
         return Response(self._find_response(request).body, media_type="application/json")

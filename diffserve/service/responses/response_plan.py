@@ -74,7 +74,7 @@ class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
 
 def check_background(body: ResponseBody) -> None:
     """Refuse a background response that is not stored, because it could not be retrieved. Raises InvalidRequest."""
-    message = "store is false, and a response in the background is asked for later."
+    message = "store is false, but a background response must be stored; leave store out."
     check(not body.background or body.store is not False, message, "store")
 
 
@@ -82,14 +82,14 @@ def tool_of(body: ResponseBody) -> Tool | None:
     """Return the image tool, or None if the language model answers. Raises InvalidRequest for unsupported tools."""
     tools = body.tools or []
     for place, tool in enumerate(tools):
-        message = f"tools[{place}].type is {show(tool.type)}; the tool of this server is {PAINTS}, it calls no others."
+        message = f"tools[{place}].type is {show(tool.type)}; this server only supports {PAINTS}."
         check(tool.type == PAINTS, message, f"tools[{place}].type", "unsupported_value")
         if place:
             raise InvalidRequest(f"tools has {PAINTS} {len(tools)} times; give it once.", param="tools")
     choice = _choice_of(body.tool_choice)
     if choice == "none" or (choice == "auto" and not tools):
         return None
-    message = f"tool_choice asks for a tool and tools has none; give {{'type': '{PAINTS}'}} there."
+    message = f"tool_choice requires a tool, but tools is empty; add {{'type': '{PAINTS}'}} to tools."
     check(bool(tools), message, "tool_choice")
     return tools[0]
 
@@ -116,7 +116,7 @@ def plan_text(
         InvalidRequest: The input has an image or no text, or the schema cannot be enforced.
     """
     message = (
-        "the input has a picture, and the language model reads none; to generate from it add "
+        "the input has an image, and the language model reads text only; to edit the image add "
         f"{{'type': '{PAINTS}'}} to tools."
     )
     check(not any(turn.pictures and turn.role == "user" for turn in input_turns), message, "input", "unsupported_value")
@@ -159,20 +159,20 @@ def plan_image(
     Raises:
         InvalidRequest: A field cannot be used; the error names fields of the response.
     """
-    check(bool(prompt), "the input has no text of the user; describe the image.", "input")
+    check(bool(prompt), "the input has no user text; describe the image.", "input")
     extra = tool.model_extra or {}
     for name in FROM_ELSEWHERE:
-        message = f"tools[0].{name} is not taken within a response; leave it out."
+        message = f"tools[0].{name} is not supported in a response; leave it out."
         check(name not in extra, message, f"tools[0].{name}", "unsupported_parameter")
     pictures = () if tool.action == "generate" else pictures_of(turns)
-    message = "tools[0].action is edit and the conversation has no picture; send one as input_image."
+    message = "tools[0].action is edit, but the conversation has no image; send one as input_image."
     check(tool.action != "edit" or bool(pictures), message, "input")
     fields = tool.model_dump(exclude=set(OUR_OWN))
     fields |= {"prompt": prompt, "model": model, "stream": is_stream, "response_format": "b64_json"}
     fields["progress"] = extra.get("progress", False)
     fields |= {name: value for name in WorkBody.model_fields if (value := getattr(body, name)) is not None}
     if not pictures:
-        message = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
+        message = "tools[0].input_image_mask needs an image to edit; send one as input_image."
         check(tool.input_image_mask is None, message, "tools[0].input_image_mask")
         return _parse_body(GenerateBody, fields)
     edit = _parse_body(EditBody, fields | {"input_fidelity": tool.input_fidelity})

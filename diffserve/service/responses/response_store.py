@@ -93,7 +93,7 @@ class ResponseStore:
         stored = self._kept.get(response_id)
         if stored is None or stored.owner != owner:
             raise InvalidRequest(unknown(response_id), param="previous_response_id", code="previous_response_not_found")
-        message = f"the response {show(response_id)} is still being made; go on from it once it is."
+        message = f"the response {show(response_id)} is not finished; continue from it when it is."
         check(not stored.work, message, "previous_response_id")
         return stored.turns
 
@@ -137,7 +137,7 @@ class ResponseStore:
 def unknown(name: str, called: str = "response") -> str:
     """Return the message about an id that is not stored."""
     unless = ", unless store was false," if called == "response" else ""
-    return f"there is no {called} {show(name)}; the newest are kept in memory{unless} and a restart forgets them."
+    return f"there is no {called} {show(name)}; the newest ones are stored in memory{unless} until the server restarts."
 
 
 END = b"\n\n"

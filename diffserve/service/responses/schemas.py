@@ -22,16 +22,16 @@ Id = Annotated[str, Field(min_length=1, max_length=128)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
 ]
-FileId = Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")]
+FileId = Annotated[str, Field(max_length=256, description="ID of a file that you uploaded to /v1/files.")]
 MODEL_HELP: Final = "The language model, or an image model; any name if a tool generates images."
 ResponseModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
-TEMPERATURE_HELP: Final = "0: always the likeliest token; omitted: 1."
+TEMPERATURE_HELP: Final = "0: always the most likely token; default: 1."
 Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, description=TEMPERATURE_HELP)]
 IGNORED: Final = frozenset({"moderation", "context_management"})
 REFUSED: Final[dict[str, str]] = {
-    "prompt": "no templates are kept here; write the text into input.",
-    "response_format": "it is called text.format here.",
-    "messages": "they are called input here.",
+    "prompt": "this server stores no prompt templates; put the text into input.",
+    "response_format": "use text.format.",
+    "messages": "use input.",
 }
 
 
@@ -52,7 +52,7 @@ class Item(Strict):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     id: Id | None = None
-    result: Annotated[str, Field(description="A picture in base64.")] | None = None
+    result: Annotated[str, Field(description="An image in base64.")] | None = None
     revised_prompt: Text | None = None
 
 
@@ -68,9 +68,9 @@ class Tool(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, title="ImageGenerationTool")
 
-    type: Annotated[str, Field(max_length=64, description=f"{PAINTS}: no other tool is here.")]
+    type: Annotated[str, Field(max_length=64, description=f"{PAINTS}; there is no other tool.")]
     action: Annotated[
-        Literal["generate", "edit", "auto"], Field(description="auto: edit where there is a picture to begin from.")
+        Literal["generate", "edit", "auto"], Field(description="auto: edit if the conversation has an image.")
     ] = "auto"
     input_image_mask: Mask | None = None
     model: Annotated[str, Field(max_length=256, description="An image model; omitted: the first.")] | None = None
@@ -114,14 +114,14 @@ class TextShape(Strict):
     """Format and verbosity of the output text."""
 
     format: TextFormat | None = None
-    verbosity: Annotated[str, Field(max_length=16, description="Changes nothing.")] | None = None
+    verbosity: Annotated[str, Field(max_length=16, description="No effect.")] | None = None
 
 
 class ResponseBody(WorkBody):
     """Body of a response: OpenAI's fields, and ``seed``."""
 
     model_config = ConfigDict(title="CreateResponseRequest")
-    hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or messages"}
+    hints: ClassVar[Mapping[str, str]] = {"input": "give a text or messages"}
     refused: ClassVar[Mapping[str, str]] = REFUSED
     ignored: ClassVar[frozenset[str]] = IGNORED
 
@@ -142,8 +142,8 @@ class ResponseBody(WorkBody):
     tool_choice: Annotated[str, Field(max_length=64)] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    background: Annotated[bool, Field(description="Answer at once; the result is retrieved by its id.")] | None = None
-    store: Annotated[bool, Field(description="Omitted: it is stored for a while.")] | None = None
+    background: Annotated[bool, Field(description="Return at once; the result is retrieved by its id.")] | None = None
+    store: Annotated[bool, Field(description="Whether to store the response; default: true.")] | None = None
     previous_response_id: Id | None = None
     conversation: Id | ConversationId | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -53,7 +53,7 @@ def read_turns(value: str | Sequence[Item], find: Find, name: str = "input") -> 
     """Read the turns of the field ``name``. Raises InvalidRequest, which names the item that cannot be read."""
     if isinstance(value, str):
         return (Turn("user", value),)
-    message = "input is an empty list; give a text, or messages."
+    message = "input is an empty list; give a text or messages."
     check(bool(value), message, "input", "empty_array")
     read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(value)]
     return tuple(turn for turn in read if turn is not None)
@@ -81,7 +81,7 @@ def _turn(item: Item, place: str, find: Find) -> Turn | None:
     if item.role is None:
         raise _missing(f"{place}.role", "give user, assistant, system or developer")
     if item.content is None:
-        raise _missing(f"{place}.content", "give a text, or parts")
+        raise _missing(f"{place}.content", "give a text or parts")
     if isinstance(item.content, str):
         return Turn(item.role, item.content, id=item.id or "")
     parts = [(part, f"{place}.content[{number}]") for number, part in enumerate(item.content)]
@@ -92,11 +92,11 @@ def _turn(item: Item, place: str, find: Find) -> Turn | None:
 
 def _find_turn(item_id: str | None, place: str, find: Find) -> Turn:
     if item_id is None:
-        raise _missing(f"{place}.id", "give it, or the item itself")
+        raise _missing(f"{place}.id", "give the id of an item, or the item itself")
     turn = find(item_id)
     if turn is None:
         raise InvalidRequest(
-            f"{place}.id is {show(item_id)}, of which nothing is kept here (any more); send the item itself.",
+            f"{place}.id is {show(item_id)}, which is not stored (any more); send the item itself.",
             param=f"{place}.id",
             code="item_not_found",
         )
@@ -107,7 +107,7 @@ def _text(part: InputPart, name: str) -> str:
     field = "refusal" if part.type == "refusal" else "text"
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
-        raise _missing(f"{name}.{field}", "give the words")
+        raise _missing(f"{name}.{field}", "give the text")
     return text
 
 
@@ -134,7 +134,7 @@ def page_of(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, 
         raise InvalidRequest(f"limit is {show(limit)}; give a whole number from 1 to {MAX_PAGE}.", param="limit")
     listed = items if order == "asc" else items[::-1]
     places = [place for place, item in enumerate(listed) if item["id"] == after]
-    check(after is None or bool(places), f"after is {show(after)}; there is no such item here.", "after")
+    check(after is None or bool(places), f"after is {show(after)}; there is no such item.", "after")
     remaining = listed[places[0] + 1 :] if places else listed
     page = remaining[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}

@@ -129,7 +129,7 @@ class BatchRunner:
                 except BlockingIOError:
                     if not is_logged:
                         log.warning(
-                            "another server uses this folder: batches wait until it ends",
+                            "another server uses this data folder; batches wait until it exits",
                             extra={"folder": str(path.parent)},
                         )
                         is_logged = True
@@ -153,13 +153,13 @@ class BatchRunner:
             result = await self._advance(batch)
             if result is not None:
                 await _run_to_end(self._batches.finish, batch.id, *result)
-            log.info("batch over", extra=facts)
+            log.info("batch finished", extra=facts)
         except (OSError, sqlite3.Error) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:
             log.exception("a batch failed", extra=facts)
-            await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
+            await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: internal server error.")
 
     async def _advance(self, batch: Batch) -> tuple[str, str] | None:
         """Run all lines; return the final status and the reason if it failed, or None if the batch has ended."""
@@ -168,7 +168,7 @@ class BatchRunner:
         if batch.status == "finalizing":
             return "completed", ""
         if batch.endpoint not in self._endpoints:
-            return "failed", f"unknown_endpoint: {batch.endpoint} is not offered any more."
+            return "failed", f"unknown_endpoint: {batch.endpoint} is not supported any more."
         moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
         if moved is None or moved.status != "in_progress":
             return None
@@ -179,9 +179,9 @@ class BatchRunner:
             await self._expire_lines(batch)
             return "expired", ""
         except KeyGoneError:
-            return "failed", "invalid_key: its key is good no more."
+            return "failed", "invalid_key: its API key is not valid any more."
         except FileNotFoundError:
-            return "failed", "no_file: its file is there no more."
+            return "failed", "no_file: its file does not exist any more."
         await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
         return "completed", ""
 
@@ -222,7 +222,7 @@ class BatchRunner:
         try:
             line_request = read_line(line)
             if is_stream(line_request.body):
-                message = "stream is true; a line of a batch is answered whole."
+                message = "stream is true; batches do not stream, leave it out."
                 raise InvalidRequest(message, param="stream", code="unsupported_value")
         except InvalidRequest as error:
             wrong = InvalidRequest(f"line {number}: {error.message}", param=error.param, code=error.code)
@@ -315,7 +315,7 @@ class LineAnswer(NamedTuple):
 
 def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
     """Return an error for each line of the input file at ``path`` whose number is not in ``done``."""
-    error = {"code": "batch_expired", "message": "the batch was over before this line was done."}
+    error = {"code": "batch_expired", "message": "the batch expired before this line was processed."}
     with path.open("rb") as file:
         return [
             LineDone(number, _encode_line(custom_id_of(line), None, error), is_error=True)

@@ -38,13 +38,13 @@ class BatchBody(Body):
     model_config = ConfigDict(title="CreateBatchRequest")
     hints: ClassVar[dict[str, str]] = {
         "input_file_id": "upload a file with the purpose batch first",
-        "endpoint": "say which endpoint all lines are for",
-        "completion_window": "it is 24h",
+        "endpoint": "give the endpoint of all lines, such as /v1/images/generations",
+        "completion_window": "give 24h",
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"output_expires_after"})
 
-    input_file_id: Annotated[str, Field(description="A file with the purpose batch: a JSON object a line.")]
-    endpoint: Annotated[str, Field(description="Which all lines are for, such as /v1/images/generations.")]
+    input_file_id: Annotated[str, Field(description="ID of a file with the purpose batch: one JSON object per line.")]
+    endpoint: Annotated[str, Field(description="Endpoint of all lines, such as /v1/images/generations.")]
     completion_window: Literal["24h"]
     metadata: (
         Annotated[
@@ -88,7 +88,7 @@ class BatchRoutes:
         body = await read_body(request, BatchBody)
         endpoint, allowed = path_of(body.endpoint), self._endpoints()
         if endpoint not in allowed:
-            message = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(allowed)}."
+            message = f"endpoint is {show(body.endpoint)}; batches support {', '.join(allowed)}."
             raise InvalidRequest(message, param="endpoint")
         file = await LISTINGS.run(self._files.get, owner, body.input_file_id)
         if file is None:
@@ -131,7 +131,7 @@ class BatchRoutes:
         owner = self._owners.of(request)
         batch = await LISTINGS.run(self._batches.get, name)
         if batch is None or batch.owner != owner:
-            raise HttpError(404, f"there is no batch {show(name)} of yours.", code="batch_not_found")
+            raise HttpError(404, f"you have no batch {show(name)}.", code="batch_not_found")
         return batch
 
     async def _check_input(self, file: File, endpoint: str) -> InputCheck:

@@ -77,14 +77,14 @@ class FileRoutes:
         """Store an uploaded file. Its name is only shown to clients."""
         owner = self._owners.of(request)
         if not is_form(request):
-            raise HttpError(415, f"a file is uploaded as a form ({MEDIA_TYPE}).", code="unsupported_media_type")
+            raise HttpError(415, f"upload the file as a form ({MEDIA_TYPE}).", code="unsupported_media_type")
         async with open_form(request, max_files=1) as form:
             purpose, uploads = form.fields.get("purpose"), form.files.get("file")
             if not isinstance(purpose, str) or purpose not in PURPOSES:
                 message = "is missing" if purpose is None else f"is {show(purpose)}"
                 raise InvalidRequest(f"purpose {message}; give one of {', '.join(PURPOSES)}.", param="purpose")
             if not uploads:
-                message = "file is missing; upload one in a part of that name."
+                message = "file is missing; upload it as the form field file."
                 raise InvalidRequest(message, param="file", code="missing_required_parameter")
             kept_s = _kept_s(form.fields.get("expires_after[seconds]"))
             name = shown_name(uploads[0].filename or "")
@@ -159,7 +159,7 @@ def list_response(page: tuple[list[T], bool] | None, describe: Callable[[T], dic
         describe: Returns the API's object for an entry.
     """
     if page is None:
-        raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
+        raise InvalidRequest("after is not the id of an entry; give the id of an entry that was listed.", param="after")
     entries, has_more = page
     data = [describe(entry) for entry in entries]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
@@ -168,7 +168,7 @@ def list_response(page: tuple[list[T], bool] | None, describe: Callable[[T], dic
 
 def no_file(name: str) -> HttpError:
     """Return the same error for a missing, an expired and another key's file."""
-    return HttpError(404, f"there is no file {show(name)} of yours.", code="file_not_found")
+    return HttpError(404, f"you have no file {show(name)}.", code="file_not_found")
 
 
 def shown_name(name: str) -> str:
@@ -214,18 +214,18 @@ class FilePictures:
     def _read(self, request: Request, holder: Reference, name: str, left_bytes: int) -> bytes:
         file_id = str(holder.file_id)
         if holder.image_url is not None:
-            message = f"{name} is given beside image_url; give one of them."
+            message = f"{name} and image_url are both given; give one of them."
             raise InvalidRequest(message, param=name, code="invalid_image")
         if self._files is None or self._owners is None:
-            message = f"{name} is given, and this server keeps no files; send the picture as a data URL in image_url."
+            message = f"{name} is given, but this server stores no files; send the image as a data URL in image_url."
             raise InvalidRequest(message, param=name, code="file_not_found")
         file = self._files.get(self._owners.of(request), file_id)
         if file is None:
             raise _no_file(file_id, name)
         if file.num_bytes > min(MAX_PICTURE_BYTES, left_bytes):
             message = (
-                f"{name} is a file of {file.num_bytes} bytes; at most {MAX_PICTURE_BYTES} are read of a picture, "
-                f"{MAX_REQUEST_BYTES} for a request."
+                f"{name} is a file of {file.num_bytes} bytes; at most {MAX_PICTURE_BYTES} are allowed per image, "
+                f"{MAX_REQUEST_BYTES} per request."
             )
             raise InvalidRequest(message, param=name, code="image_too_large")
         try:
@@ -252,7 +252,7 @@ def _find_references(value: object, path: str) -> list[tuple[Reference, str]]:
 
 
 def _no_file(file_id: str, name: str) -> InvalidRequest:
-    message = f"{name} is {show(file_id)}, and there is no such file of yours; upload it to /v1/files first."
+    message = f"{name} is {show(file_id)}, which is not one of your files; upload it to /v1/files first."
     return InvalidRequest(message, param=name, code="file_not_found")
 
 

@@ -24,7 +24,9 @@ from diffserve.store.history import MAX_WORDS, Entry, EntryFilter
 MAX_QUERY_CHARS: Final = 500
 THUMBNAIL_PX: Final = 256
 
-Words = Annotated[str, Query(max_length=MAX_QUERY_CHARS, description="Words that all occur in the prompt.")]
+Words = Annotated[
+    str, Query(max_length=MAX_QUERY_CHARS, description="Only images whose prompt contains all of these words.")
+]
 Since = Annotated[
     float | None, Query(allow_inf_nan=False, description="Only images from this time on, in seconds since 1970.")
 ]
@@ -49,7 +51,7 @@ class HistoryRoutes:
             f"{path}/content", summary="Download an image", responses={200: file}, response_class=Response
         )
         download(self.content)
-        file = {"content": {"image/webp": {}}, "description": f"At most {THUMBNAIL_PX} pixels wide and high."}
+        file = {"content": {"image/webp": {}}, "description": f"Thumbnail of at most {THUMBNAIL_PX} pixels per side."}
         preview = app.get(
             f"{path}/thumbnail", summary="Download a thumbnail", responses={200: file}, response_class=Response
         )
@@ -108,7 +110,7 @@ class HistoryRoutes:
     async def _entry_of(self, request: Request, name: str) -> Entry:
         entry = await self._history.do(self._history.rows.get, self._owners.of(request), name)
         if entry is None:
-            raise HttpError(404, f"there is no entry {show(name)} in your history.", code="history_not_found")
+            raise HttpError(404, f"your history has no entry {show(name)}.", code="history_not_found")
         return entry
 
 

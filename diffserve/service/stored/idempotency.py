@@ -32,12 +32,12 @@ from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
 
 REPLAYED: Final = "Idempotent-Replayed"
 MAX_KEY_CHARS: Final = 255
-UNKEPT: Final = "this answer could not be kept: asked again by the same Idempotency-Key, it is done again."
+UNKEPT: Final = "this response could not be stored; a retry with the same Idempotency-Key runs the request again."
 NOT_KEPT: Final = frozenset({"content-length", "x-request-id", "openai-processing-ms"})
 PARAMETER: Final = {
     "name": IDEMPOTENCY_KEY,
     "in": "header",
-    "description": "Asked again by the same one within a day, the answer is the same.",
+    "description": "A retry with the same key within a day returns the stored response.",
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]([ -~]*[!-~])?$"},
 }
 
@@ -125,7 +125,7 @@ class Idempotency:
         try:
             return self._replies.add(name, reply)
         except sqlite3.Error as error:
-            log.error("an answer could not be kept", extra={"reason": type(error).__name__})
+            log.error("a response could not be stored for its Idempotency-Key", extra={"reason": type(error).__name__})
             return False
 
     def _end(self, name: bytes, reply: Reply | None) -> None:
@@ -211,14 +211,14 @@ def _check_key(keys: list[str]) -> str:
     if not 0 < len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
         message = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
         if 0 < len(key) <= MAX_KEY_CHARS:
-            message = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
-        raise InvalidRequest(f"{message}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
+            message = f"{IDEMPOTENCY_KEY} has characters that are not printable ASCII"
+        raise InvalidRequest(f"{message}; use 1 to {MAX_KEY_CHARS} printable ASCII characters.", param=IDEMPOTENCY_KEY)
     return key
 
 
 def _require_same(digest: bytes, other: bytes) -> None:
     if digest != other:
-        message = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
+        message = f"this {IDEMPOTENCY_KEY} was used for another request; use a new one."
         raise HttpError(422, message, code="idempotency_key_reused")
 
 

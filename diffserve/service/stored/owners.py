@@ -25,9 +25,7 @@ class Owners:
         """Return the owner for ``request``. Raises HttpError if nothing may be stored for it."""
         owner = self.known(request)
         if owner is None:
-            message = (
-                "this server asks nobody for a key, and so keeps nothing for anybody; diffserve keys add makes one."
-            )
+            message = "this server has no API keys and stores nothing without them; create one with diffserve keys add."
             raise HttpError(403, message, code="keys_needed")
         return owner
 

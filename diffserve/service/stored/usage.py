@@ -65,7 +65,7 @@ class UsageBook:
         try:
             self._usage.add(used)
         except sqlite3.Error as error:
-            log.error("what was used could not be written down", extra={"reason": type(error).__name__})
+            log.error("usage could not be stored", extra={"reason": type(error).__name__})
 
 
 class UsageRoutes:
@@ -85,7 +85,7 @@ class UsageRoutes:
     async def usage_of_all(self, request: Request, days: Days = DEFAULT_DAYS) -> Response:
         """Return the usage of all keys by day; ``key_id`` is empty for requests without a key."""
         if not self._owners.is_admin(request):
-            raise HttpError(403, "only a key with the scope admin may see this.", code="insufficient_permissions")
+            raise HttpError(403, "this needs a key with the scope admin.", code="insufficient_permissions")
         return await self._usage_by_day(days, None)
 
     async def _usage_by_day(self, num_days: int, owner: str | None) -> Response:

@@ -122,11 +122,11 @@ def _plan(
 def _refuse_unsupported(body: SamplingBody) -> None:
     for name in ("tool_choice", "function_call"):
         choice = getattr(body, name)
-        message = f"{name} is {show(choice)}; this server calls no tools: give none or auto, or leave it out."
+        message = f"{name} is {show(choice)}; this server does not call tools: give none or auto, or leave it out."
         check(choice in (None, "none", "auto"), message, name, "unsupported_value")
     message = "stream_options is given without stream; set stream to true."
     check(body.stream_options is None or bool(body.stream), message, "stream_options")
-    message = f"best_of is {body.best_of} and n {body.n or 1}; every text is returned, leave best_of out."
+    message = f"best_of is {body.best_of} and n {body.n or 1}; all texts are returned: leave best_of out."
     check(body.best_of in (None, body.n or 1), message, "best_of", "unsupported_value")
 
 
@@ -166,7 +166,9 @@ def schema_text(
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        raise InvalidRequest(f"{place} holds a number that is not finite; JSON has none.", param=place) from None
+        raise InvalidRequest(
+            f"{place} has a number that is not finite; JSON does not allow that.", param=place
+        ) from None
     check_schema(text, place)
     return text
 

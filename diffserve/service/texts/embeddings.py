@@ -35,7 +35,8 @@ Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=T
 MODEL_HELP: Final = "An image model; omitted, or text-embedding-...: the first."
 EmbeddingModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
 Dimensions = Annotated[
-    int, Field(ge=1, le=MAX_DIMENSIONS, description="The first so many, at length 1 again; omitted: all there are.")
+    int,
+    Field(ge=1, le=MAX_DIMENSIONS, description="Number of leading dimensions to keep, normalized again; default: all."),
 ]
 
 
@@ -43,7 +44,7 @@ class EmbeddingBody(WorkBody):
     """Body of an embedding request; the response names the image model whose text encoder was used."""
 
     model_config = ConfigDict(title="CreateEmbeddingRequest")
-    hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
+    hints: ClassVar[Mapping[str, str]] = {"input": "give one or more texts"}
 
     input: (
         Input
@@ -91,7 +92,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, plan: EmbeddingPlan, ticket: Ticket) -> Events:
-        raise NotImplementedError("vectors are not streamed")  # embedding bodies never set is_stream
+        raise NotImplementedError("embeddings are not streamed")  # embedding bodies never set is_stream
 
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
@@ -130,7 +131,9 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
-    message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+    message = (
+        f"dimensions is {dimensions}; the embeddings of this model have {vectors.shape[1]}, ask for at most that many."
+    )
     check(dimensions <= vectors.shape[1], message, "dimensions")
     if dimensions == vectors.shape[1]:
         return vectors

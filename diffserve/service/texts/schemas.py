@@ -22,36 +22,35 @@ DEFAULT_COMPLETION_TOKENS = 16
 REFUSED: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("chat_template", "chat_template_kwargs", "tokenizer"),
-        "a template is a program, and only the model's own is run; write the text yourself and send it to "
-        "/v1/completions.",
+        "only the model's own chat template is used; format the text yourself and send it to /v1/completions.",
     ),
-    **dict.fromkeys(("tools", "functions"), "this server calls no tools."),
+    **dict.fromkeys(("tools", "functions"), "this server does not call tools."),
     **dict.fromkeys(
         (
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
             *("json_schema", "bad_words", "logits_processors"),
         ),
-        'a text is held to a JSON Schema and nothing else, by response_format {"type": "json_schema", ...}.',
+        'only JSON Schema is supported; use response_format {"type": "json_schema", ...}.',
     ),
-    **dict.fromkeys(("prompt_logprobs", "echo"), "the prompt itself is not repeated or scored."),
-    **dict.fromkeys(("audio", "web_search_options"), "this server answers in text alone and looks nothing up."),
-    "moderation": "this server moderates nothing.",
-    "suffix": "the model continues a text, it does not fill gaps.",
+    **dict.fromkeys(("prompt_logprobs", "echo"), "the prompt is not returned or scored."),
+    **dict.fromkeys(("audio", "web_search_options"), "this server only generates text and does not search the web."),
+    "moderation": "this server has no moderation.",
+    "suffix": "the model continues a text; it cannot fill gaps.",
 }
 
 RewriterMode = Literal["off", "auto", "force"]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-ChatTokens = Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
-SAME_SALT: Final = "Kept pages are shared with the same salt only."
+ChatTokens = Annotated[Tokens, Field(description=f"Default: {DEFAULT_CHAT_TOKENS}, or the room left in the context.")]
+SAME_SALT: Final = "Requests share cached prefixes only if their salts are equal."
 Salt = Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS, description=SAME_SALT)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
 Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-ToolChoice = Annotated[str | dict[str, Any], Field(description="none or auto, which change nothing.")]
+ToolChoice = Annotated[str | dict[str, Any], Field(description="none or auto; no effect.")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,19}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
-    Field(max_length=MAX_BIASES, description="Token ids, and what is added to their logits."),
+    Field(max_length=MAX_BIASES, description="Values added to the logits of tokens, by token id."),
 ]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
@@ -98,7 +97,7 @@ class Format(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
     object_schema: Annotated[
-        dict[str, Any] | None, Field(alias="schema", description="Of json_object, as llama.cpp's server takes it.")
+        dict[str, Any] | None, Field(alias="schema", description="Schema for json_object, as in llama.cpp's server.")
     ] = None
 
 
@@ -108,10 +107,10 @@ class SamplingBody(WorkBody):
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     model: ModelName | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Text i is drawn with seed + i.")] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Number of texts; text i uses seed + i.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(description="0: always the likeliest token; omitted: 1.")] | None = None
+    temperature: Annotated[float, Field(description="0: always the most likely token; default: 1.")] | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, description="-1 and 0: every token.")] | None = None
     min_p: float | None = None
@@ -176,24 +175,32 @@ class CompletionBody(SamplingBody):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
     )
-    max_tokens: Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_COMPLETION_TOKENS}.")] | None = None
+    max_tokens: Annotated[Tokens, Field(description=f"Default: {DEFAULT_COMPLETION_TOKENS}.")] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: Annotated[bool, Field(description="The tokenizer's own marks around a prompt.")] | None = None
+    add_special_tokens: (
+        Annotated[bool, Field(description="Whether to add the tokenizer's special tokens to a prompt.")] | None
+    ) = None
 
 
 class RewriteBody(WorkBody):
-    """Wish to be converted to prompts that suit the image model."""
+    """Prompt to be rewritten for the image model."""
 
     model_config = ConfigDict(title="RewritePromptRequest")
-    hints: ClassVar[Mapping[str, str]] = {"prompt": "describe the image"}
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "give a prompt to rewrite"}
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: ModelName | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="The first is the likeliest.")] | None = None
-    style: Annotated[str, Field(description="Omitted: what the image model reads best.")] | None = None
+    n: (
+        Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Number of prompts; the first is the most likely one.")]
+        | None
+    ) = None
+    style: Annotated[str, Field(description="Prompt style; default: that of the image model.")] | None = None
     seed: Seed | None = None
-    system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS, description="In place of the style's own.")] | None = None
-    force: Annotated[bool, Field(description="Take an answer of which the model was unsure.")] | None = None
+    system: (
+        Annotated[str, Field(max_length=MAX_PROMPT_CHARS, description="System prompt, in place of that of the style.")]
+        | None
+    ) = None
+    force: Annotated[bool, Field(description="Use the result even if the model was unsure about it.")] | None = None
     stream: bool | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None

@@ -92,7 +92,7 @@ def test_the_embedded_style_says_that_its_language_lacks_a_quoted_text_and_reads
     verdict = judged('a Cat with a sign "Open"', "a cat on a red background", style="embedded")
     assert verdict.prompt == 'a Cat with a sign "Open"'
     assert verdict.warning is not None
-    assert verdict.warning.startswith('the image model\'s language has no words for "Open"; ')
+    assert verdict.warning.startswith('the image model does not know "Open"; ')
     assert judged("a Kitty in Rome", "a cat in the city", style="embedded").prompt == "a cat in the city"
     assert judged('a "cat"', "a cat on a red background", style="embedded").fallback is None
 

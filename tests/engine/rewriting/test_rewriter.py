@@ -92,7 +92,7 @@ def test_more_wishes_than_may_wait_are_answered_in_turn(make_rewriter: MakeRewri
         ("circles", "runaway", "the rewriter repeated itself"),
         ('a sign that says "Closed"', "lost_words", 'the rewriter left out "Closed"'),
         ("a tram in Lisbon", "lost_words", 'the rewriter left out "Lisbon"'),
-        ("something wordy", "too_long", "the rewritten prompt has 40 tokens, the image model reads 30"),
+        ("something wordy", "too_long", "the rewritten prompt has 40 tokens, but the image model reads only 30"),
         ("be unsure", "unsure", "the rewriter was not confident enough; "),
     ],
 )

@@ -183,5 +183,5 @@ def test_a_draft_model_with_another_vocabulary_is_refused(language: Load) -> Non
     model = language("llama")
     check_draft(model, language("llama", 1))
     other = dataclasses.replace(model, info=msgspec.structs.replace(model.info, vocab_size=7, model_id="small"))
-    with pytest.raises(ConfigError, match="'small' has another vocabulary"):
+    with pytest.raises(ConfigError, match="'small' has a different vocabulary"):
         check_draft(model, other)

@@ -96,7 +96,7 @@ def test_there_is_nothing_to_fold_without_a_system_text_or_a_user() -> None:
 @pytest.mark.parametrize("messages", [HELLO, HELLO[1:]])
 def test_what_the_template_refuses_is_refused_in_its_own_words(messages: tuple[ChatMessage, ...], chat: Chat) -> None:
     engine = chat(PICKY)
-    with pytest.raises(InvalidRequest, match=r"does not take these messages: Roles must alternate\.$") as caught:
+    with pytest.raises(InvalidRequest, match=r"does not accept these messages: Roles must alternate\.$") as caught:
         engine.submit(TextRequest(messages=messages))
     assert caught.value.param == "messages"
     assert not engine.has_work

@@ -229,7 +229,7 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused_at_the_door(make_engine
     for num_tokens in (1, 20, 40):
         engine.cost.learn(num_tokens, 0.5 * num_tokens)
     with pytest.raises(
-        DeadlineUnreachable, match=r"deadline_s is 5, and this would be done in about 1\d\.\d s"
+        DeadlineUnreachable, match=r"deadline_s is 5, but this request would take about 1\d\.\d s"
     ) as late:
         engine.submit(greedy(tiny.random_ids(24, seed=2), 4, deadline_s=5.0))
     assert late.value.retry_after_s is None, "it takes as long alone"
