@@ -134,7 +134,7 @@ def near(sample: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
 def test_generate_raises_the_reason_when_nothing_was_painted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     guilty = image_request("sd15", "euler", seed=9, num_steps=2, prompt=POISON)
-    with unet_hook(engine, not_a_number), pytest.raises(NumericalError, match="not finite after step [12] of 2"):
+    with unet_hook(engine, not_a_number), pytest.raises(NumericalError, match=r"not finite after step [12] of 2"):
         engine.generate(guilty)  # a GPU's result is looked at while the next step runs
     with unet_hook(engine, refuse), pytest.raises(DiffserveError, match="RuntimeError: the device choked"):
         engine.generate(image_request("sd15", "euler", seed=9, num_steps=2, prompt=POISON))
