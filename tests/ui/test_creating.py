@@ -50,6 +50,10 @@ class Page:
         values = FORM | fields
         return self._events.generate(*(values.get(name, "") for name in NAMES), Request())
 
+    def vary(self, parameters: str) -> AsyncIterator[Sequence[Any]]:
+        """Press Make variations of the image with ``parameters``."""
+        return self._events.vary(parameters, "", Request())  # type: ignore[arg-type]
+
     async def choose_control(self, file: Path) -> list[Any]:
         """Choose the image of a ControlNet and return its field's content and the caption."""
         return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
@@ -132,6 +136,21 @@ def test_a_failure_is_still_shown_when_the_other_request_is_done(server: Running
         assert "prompt is empty" in page.caption
         await page.finish(page.ask())
         assert "prompt is empty" not in page.caption
+
+    tell(server, story)
+
+
+def test_variations_are_generated_at_once_from_the_parameters_of_an_image(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        await page.finish(page.ask(prompt="a crown", seed="8"))
+        parameters = page.shown["parameters"]
+        await page.finish(page.vary(parameters))
+        assert re.search(r"4 images, .*variation 0\.15, seed 8, variation seeds \d+ to \d+", page.caption)
+        pictures = page.visitors.of(Request.session_hash).batch
+        assert {picture.seed for picture in pictures} == {8}
+        assert len({picture.variation_seed for picture in pictures}) == 4
+        await page.finish(page.vary(f"{parameters}, Variation seed: 3, Variation seed strength: 1.5"))
+        assert 'role="alert"' in page.caption
 
     tell(server, story)
 

@@ -32,7 +32,7 @@ A_LITTLE: Final = "0.15"
 """Default variation strength."""
 
 A_FEW: Final = 4
-"""Pictures of a variation, where as many may be request_form for at a time."""
+"""Number of variations that are generated at a time, if the model allows as many."""
 
 
 class CreateHandlers:
@@ -63,9 +63,15 @@ class CreateHandlers:
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength")), tab.advanced]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, varied, **PRIVATE)
-        everything = [*fields.all, tab.advanced, showing.caption]
-        showing.vary.click(self.vary, showing.parameters, everything, **PRIVATE).then(
-            self.look_at_start, None, tab.start.outputs, **PRIVATE
+        showing.vary.click(
+            self.vary,
+            inputs=[showing.parameters, tab.start.marks],
+            js="(...values) => diffserve.withMarks(values)",
+            outputs=list(showing),
+            api_visibility="private",
+            show_progress="hidden",
+            trigger_mode="multiple",
+            concurrency_limit=None,
         )
         tab.random_seed.click(fn=None, js="() => ['', '', '']", outputs=varied[:3], api_visibility="private")
         gr.on(
@@ -103,7 +109,11 @@ class CreateHandlers:
             arguments: The values of ``FORM_FIELDS`` in order, the mask data, and gradio's request.
         """
         *values, marks, request = arguments
-        form = Form.of(values)
+        async for update in self._generate(Form.of(values), marks, request):
+            yield update
+
+    async def _generate(self, form: Form, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
+        """Generate the images of ``form``; see ``generate``."""
         screen = Screen()
         visitor = self._visitors.of(request.session_hash)
         ask_for_visitor(request)
@@ -147,20 +157,23 @@ class CreateHandlers:
         seeds = _seeds(parameters)
         return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
 
-    async def vary(self, parameters: str, request: gr.Request) -> list[Update]:
-        """Fill the form for variations of the image: its own variation strength, or a small one."""
+    async def vary(self, parameters: str, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
+        """Generate variations of the image with ``parameters``, and leave the form unchanged.
+
+        They have the variation strength of the image, or a small one. The image to edit is used if the image had one.
+        """
         try:
             models = await self._server.models()
-            form, notes = settings_of(parameters, models)
+            form, _ = settings_of(parameters, models)
             few = min(A_FEW, models.image_of(form.model).max_images)
         except DiffserveError as error:
-            caption = captions.status(sentence(error), is_error=True)
-            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), caption]
-        self._visitors.of(request.session_hash).begin_as(form)
+            yield Screen().draw(caption=captions.status(sentence(error), is_error=True))
+            return
         strength = form.typed.get("variation_strength") or A_LITTLE
         typed = {**form.typed, "variation_strength": strength, "variation_seed": None}
-        caption = captions.status(f"Ready to make {few} variations; press Generate.", notes=notes)
-        return [*msgspec.structs.replace(form, typed=typed, num_images=few).values, gr.update(open=True), caption]
+        varied = msgspec.structs.replace(form, typed=typed, num_images=few)
+        async for update in self._generate(varied, None if form.strength is None else marks, request):
+            yield update
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
         """Fill the form with the parameters of the image in ``file``, and delete the upload."""
