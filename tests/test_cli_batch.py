@@ -75,6 +75,15 @@ def test_lines_are_prompts_or_requests_and_invalid_lines_have_an_error(tmp_path:
             read_lines(bad)
 
 
+def test_two_lines_may_not_have_the_same_id_even_if_their_files_differ(tmp_path: Path) -> None:
+    lines = read_lines(
+        write_lines(tmp_path / "p.jsonl", {"prompt": "owl", "id": "a"}, {"prompt": "x", "id": "a", "n": 2})
+    )
+    assert lines[0].error is None
+    assert lines[1].error is not None
+    assert lines[1].error.message == "its id 'a' is already used by line 1; give another id."
+
+
 def test_next_run_keeps_only_complete_unchanged_results(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "p.txt", *(f"prompt {index}" for index in range(5)))
     lines, folder = read_lines(file), tmp_path / "out"

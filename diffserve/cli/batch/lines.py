@@ -111,13 +111,14 @@ def stream_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[bytes
         default_id = f"{number:0{width}d}"
         try:
             line = parse_line(row, number, default_id, path, folder)
-            if duplicates := [file for file in line.names() if file in taken]:
+            names = [line.id, *line.names()]
+            if duplicates := [name for name in names if name in taken]:
+                what = "id" if duplicates[0] == line.id else "output file"
                 message = (
-                    f"its output file {duplicates[0]!r} is already used by line {taken[duplicates[0]]}; "
-                    "give another id."
+                    f"its {what} {duplicates[0]!r} is already used by line {taken[duplicates[0]]}; give another id."
                 )
                 raise InvalidRequest(message, param="id")
-            taken |= dict.fromkeys(line.names(), number)
+            taken |= dict.fromkeys(names, number)
         except DiffserveError as error:
             line = Line(number=number, id=default_id, error=error)
         yield row, line
