@@ -105,6 +105,12 @@ def test_latents_come_only_when_asked_for(make_engine: MakeEngine) -> None:
     assert with_them.latents.shape == (4, 8, 8)
 
 
+def test_an_error_of_the_negative_prompt_names_it(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequest, match="the negative prompt needs more than 32 chunks") as caught:
+        make_engine().generate(image_request("sd15", "ddim", 1, guidance_scale=3.0, negative_prompt="cat " * 2500))
+    assert caught.value.param == "negative_prompt"
+
+
 def test_a_long_prompt_waits_for_its_own_kind(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=16)
     long = image_request("sd15", "ddim", seed=1, num_steps=3, prompt="cat " * 90)

@@ -170,3 +170,10 @@ def test_keys_tell_conditionings_apart(tiny: LoadTiny) -> None:
 def test_a_prompt_that_is_too_long_is_refused(tiny: LoadTiny) -> None:
     with pytest.raises(InvalidRequest, match="more than 32 chunks"):
         encode(tiny("sd15"), "cat " * 2500)
+
+
+@pytest.mark.parametrize("negative", ["cat " * 2500, "(cat:200)"])
+def test_an_error_of_the_negative_prompt_names_it(tiny: LoadTiny, negative: str) -> None:
+    with pytest.raises(InvalidRequest, match="the negative prompt") as caught:
+        encode(tiny("sd15"), "a cat", negative)
+    assert caught.value.param == "negative_prompt"

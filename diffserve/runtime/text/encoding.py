@@ -16,7 +16,14 @@ from diffserve.api.micro_conditioning import NUM_REFINER_IDS, PLAIN
 from diffserve.api.prompt_syntax import parse_prompt
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
 from diffserve.runtime.text.learnt_words import NO_WORDS, LearntWords
-from diffserve.runtime.text.prompt import Chunk, SpecialTokens, Window, chunk_prompt, chunk_tokens
+from diffserve.runtime.text.prompt import (
+    Chunk,
+    SpecialTokens,
+    Window,
+    chunk_prompt,
+    chunk_tokens,
+    negative_prompt_errors,
+)
 from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, text_name
 from diffserve.runtime.transfer import send
 
@@ -206,7 +213,9 @@ class TextEncoderRunner:
 
         Raises InvalidRequest for a prompt that is too long or weighted beyond measure.
         """
-        num_chunks = max(self.count_chunks(prompt), self.count_chunks(negative))
+        num_chunks = self.count_chunks(prompt)
+        with negative_prompt_errors():
+            num_chunks = max(num_chunks, self.count_chunks(negative))
         cond, pooled_cond = self._encode_padded(prompt, num_chunks, reading)
         if self.zero_empty_negative and not negative:
             uncond = torch.zeros_like(cond)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -84,6 +85,16 @@ def chunk_tokens(
     if len(bodies) > MAX_CHUNKS:
         raise _too_long(window_tokens - 2, "the text")
     return [(_seal(body, special, window_tokens).ids, len(body)) for body in bodies]
+
+
+@contextmanager
+def negative_prompt_errors() -> Iterator[None]:
+    """Make an InvalidRequest about the prompt that the block raises one about the negative prompt."""
+    try:
+        yield
+    except InvalidRequest as error:
+        message = error.message.replace("the prompt", "the negative prompt")
+        raise InvalidRequest(message, param="negative_prompt", code=error.code) from None
 
 
 def _too_long(room: int, what: str) -> InvalidRequest:

@@ -31,7 +31,7 @@ from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, weigh
 from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, ImageSpecs, PagedTextEncoder, WindowBatches, segments
-from diffserve.runtime.text.prompt import Chunk, Window, WindowName
+from diffserve.runtime.text.prompt import Chunk, Window, WindowName, negative_prompt_errors
 from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
@@ -290,7 +290,8 @@ class PromptPages:
             return cond, ()
         if self.text.zero_empty_negative and not negative:
             return cond, tuple(Window(window.chunks, is_silent=True) for window in empty * len(cond))
-        uncond = self.text.windows(negative)
+        with negative_prompt_errors():
+            uncond = self.text.windows(negative)
         missing = len(cond) - len(uncond)
         return cond + empty * max(0, -missing), uncond + empty * max(0, missing)
 
