@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from io import BytesIO, StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -39,6 +39,8 @@ from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from diffserve.engine import Engine
 
 CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"
@@ -61,6 +63,12 @@ class SweepReport:
     def page(self) -> Path:
         """The report to open in a browser."""
         return next(file for file in self.files if file.name == PAGE)
+
+    def to_frame(self) -> DataFrame:
+        """Return the table as a pandas DataFrame with one row per cell, the converged images last."""
+        import pandas as pd
+
+        return pd.read_csv(StringIO(write_csv(self.cells)))
 
 
 def write_report(

@@ -104,6 +104,14 @@ def small(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_report_as_a_table_has_a_row_for_each_cell(tiny: Engine, small: Path) -> None:
+    report = sweep(tiny, folder=small, **SMALL)
+    table = report.to_frame()
+    assert table["sampler"].tolist() == ["ddim", "ddim"]
+    assert table["converged"].tolist() == [0, 1]
+    assert table["psnr_db"][0] == pytest.approx(report.cells[0].measures["psnr_db"].value, rel=1e-5)
+
+
 def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) -> None:
     names = {file.name for file in sweep_folder.iterdir()}
     assert names == {*RESULTS, "strip-1.png", "strip-2.png", PARTS}
