@@ -62,6 +62,7 @@ SCHEDULE: Final = (
         f"{HERE}.embedded_row:run",
     ),
     Row("server", 40, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
+    Row("sd15", 60, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16", "sd15-decoder")),
     Row(
         "sdxl-compiled",
         65,
@@ -70,7 +71,6 @@ SCHEDULE: Final = (
         needs=("sdxl-16", "sdxl-8", "sdxl-4", "sdxl-decoder"),
         quiet=True,
     ),
-    Row("sd15", 60, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16", "sd15-decoder")),
     Row("sdxl-images", 75, "16 images of 20 steps: eager, deterministic, VAE", f"{NETWORK}:sdxl_images", quiet=True),
     Row("sdxl", 25, "SDXL bf16: layouts, profile of a step, cost curve", f"{NETWORK}:sdxl_calls", quiet=True),
     Row("diffusers", 55, "diffusers on the same weights: serial, batches of 8", f"{HERE}.peer_row:run",
