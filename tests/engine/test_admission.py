@@ -36,7 +36,7 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
         ),
         ({"init_image": SQUARE, "mask_image": SQUARE}, "mask", r"the mask has 3 channel\(s\); it must have 1"),
         ({"init_image": MASK}, "image", r"the image has 1 channel\(s\); it must have 3"),
-        ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"between 0 and 9223372036854775806, for the last of 2"),
+        ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"between 0 and 9223372036854775806 \(the last of 2 images uses seed \+ 1\)"),
         ({"negative_prompt": "\ud800"}, "negative_prompt", r"has a lone surrogate"),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
         ({"token_merging": 0.5}, "token_merging has no effect: it was removed in 0.2"),
         ({"guidance_scale": 0.5}, "guidance_scale 0.5 was replaced by 1, which means no guidance"),
         ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no effect without guidance"),
-        ({"seed": 7 + 2**32}, "4294967303 paints what 7 paints"),
-        ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 paints what 0 paints"),
+        ({"seed": 7 + 2**32}, "4294967303 gives the same image as 7"),
+        ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 gives the same image as 0"),
     ],
 )
 def test_what_is_merely_unwise_is_let_through_with_a_warning(fields: dict[str, Any], says: str) -> None:

@@ -187,7 +187,7 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
             of["encode"].submit(EncodeRequest(generation=request))
     elsewhere: list[tuple[str, ipc.AnyRequest]] = [("encode", good), ("decode", good)]
     for stage, work in [*elsewhere, ("all", EncodeRequest(generation=good))]:
-        with pytest.raises(InvalidRequest, match=r"its engine\.stage is another"):
+        with pytest.raises(InvalidRequest, match=r"its engine\.stage is different"):
             of[stage].submit(work)
     (*_, failed, last) = collect_events(of["denoise"], replace(good, prompt="what nobody has encoded"))
     assert (failed.code, last.code) == ("engine_unavailable", "engine_unavailable")

@@ -271,7 +271,7 @@ def test_loras_that_no_model_can_use_are_listed_with_reasons_and_refused_by_name
             assert message.startswith(f"LoRA '{spelling}' cannot be used: ")
             assert reason.removeprefix("it ") in message
             assert str(folders) not in message
-    assert "there are a/twin, b/deep/twin, paper, style/ink" in refusal(server, "a fox <lora:nowhere>")
+    assert "the known ones are a/twin, b/deep/twin, paper, style/ink" in refusal(server, "a fox <lora:nowhere>")
 
 
 @pytest.mark.slow
@@ -348,7 +348,7 @@ def test_controlnet_in_a_subfolder_is_found_by_its_path_and_by_its_name(server: 
         paint(server, "a fox", controlnets=[choice | {"name": name}]) for name in ("sd15/edges", "edges")
     )
     assert pixels(by_path) == pixels(by_name) != pixels(paint(server, "a fox"))
-    assert "there is no ControlNet 'nowhere'; there are sd15/edges." in refusal(
+    assert "there is no ControlNet 'nowhere'; the known ones are sd15/edges." in refusal(
         server, "a fox", controlnets=[choice | {"name": "nowhere"}]
     )
 

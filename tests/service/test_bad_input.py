@@ -190,7 +190,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         (f"sampler-and-{name}", {"sampler": "DPM++ 2M Karras", name: "beta"}, "sampler", "invalid_value", "karras")
         for name in ("sigma_schedule", "scheduler")
     ),
-    ("seed-last", {"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "for the last of 2 images"),
+    ("seed-last", {"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "the last of 2 images uses seed + 1"),
     ("spacing", {"spacing": "warp"}, "spacing", "invalid_value", "warp"),
     ("sigma-schedule", {"sigma_schedule": "warp"}, "sigma_schedule", "invalid_value", "warp"),
     ("response-format", {"response_format": "exe"}, "response_format", "invalid_value", '"exe"'),
