@@ -211,7 +211,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         (controlled(Control("bare")), "for conditional rows only"),
         (
             controlled(Control("edges", preprocessor="openpose")),
-            "preprocessor is 'openpose'; there are none, canny",
+            "preprocessor is 'openpose'; use one of none, canny",
         ),
         (
             controlled(Control("edges"), control_images=(control_map(0, 64, 72),)),

@@ -325,7 +325,7 @@ def test_lora_named_by_comfyui_generates_as_named_by_diffusers(server: RunningSe
 def test_lora_with_bundled_embeddings_is_used_without_them_and_says_so(server: RunningServer) -> None:
     answer = server.paint("a fox <lora:bundle>", size="64x64", num_steps=2, seed=3)
     [warning] = answer.json()["warnings"]
-    assert "the LoRA 'bundle' brings embeddings ('toy cat'), which are not loaded with it" in warning
+    assert "the LoRA 'bundle' contains embeddings ('toy cat'), which are not loaded with it" in warning
     assert pixels(files_of(answer)[0]) == pixels(paint(server, "a fox <lora:ink>"))
 
 

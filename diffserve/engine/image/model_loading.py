@@ -273,7 +273,7 @@ class ModelLoading:
             raise InsufficientMemory(
                 f"{entry.name} needs {format_bytes(needs)}, including a denoising step, and "
                 f"{format_bytes(free + idle_bytes)} are free"
-                + (f" while {', '.join(busy)} is in use: try again later" if busy else "")
+                + (f" while {', '.join(busy)} {'are' if len(busy) > 1 else 'is'} in use: try again later" if busy else "")
                 + "; choose a smaller model or dtype, or set engine.offload."
             )
         for other in idle:
