@@ -176,7 +176,8 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
     file = tmp_path / "p.txt"
     file.write_text("a fox\n")
     assert "--webdataset needs --cluster" in refused(capsys, file, "-o", tmp_path / "o", "--webdataset")
-    assert "--cluster and --server exclude each other" in refused(capsys, file, "-o", tmp_path / "o", "--cluster", "--server", "http://127.0.0.1:9")
+    both = ("--cluster", "--server", "http://127.0.0.1:9")
+    assert "--cluster and --server exclude each other" in refused(capsys, file, "-o", tmp_path / "o", *both)
     assert not (tmp_path / "o").exists()
 
 

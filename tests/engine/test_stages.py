@@ -180,7 +180,7 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
     wrong = [
         (replace(good, width_px=60), "width is 60 px"),
         (replace(good, best_of=3), "best_of is 3; it is not supported where another process"),
-        (image_request("sd15", "eular", 9), "'eular', which is not known"),
+        (image_request("sd15", "eular", 9), "'eular', which is unknown"),
     ]
     for request, message in wrong:
         with pytest.raises(InvalidRequest, match=message):

@@ -98,7 +98,7 @@ def test_a_plan_travels_as_json() -> None:
         ({"steps": ()}, "steps is empty"),
         ({"guidance": ()}, "guidance is empty"),
         ({"prompts": ()}, "prompts is empty"),
-        ({"samplers": ("ddim", "eular")}, "'eular', which is not known. Did you mean 'euler'"),
+        ({"samplers": ("ddim", "eular")}, "'eular', which is unknown. Did you mean 'euler'"),
         ({"steps": (5, 0)}, "num_steps is 0"),
         ({"guidance": (99.0,)}, "guidance_scale is 99"),
         ({"num_seeds": 0}, "seeds is 0"),

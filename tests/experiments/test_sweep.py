@@ -261,7 +261,7 @@ def run_main(*arguments: object) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samplers", "ddim,eular"], "sampler is 'eular', which is not known. Did you mean 'euler'"),
+        (["--samplers", "ddim,eular"], "sampler is 'eular', which is unknown. Did you mean 'euler'"),
         (["--samplers", ""], "--samplers is empty; write values with commas between them."),
         (["--steps", ""], "--steps is empty"),
         (["--steps", "5,x"], "--steps has 'x', which is not a whole number."),
