@@ -148,13 +148,13 @@ def counted(folder: Path) -> dict[str, int]:
 
 
 def main(
-    lines: Annotated[int, typer.Option(min=12, help="Prompts, of a picture each.")] = 2000,
-    steps: Annotated[int, typer.Option(help="Of each picture.")] = 4,
-    workers: Annotated[int, typer.Option(help="Engines.")] = 1,
-    shard_lines: Annotated[int, typer.Option(help="Lines that go together.")] = 50,
-    webdataset: Annotated[bool, typer.Option("--webdataset", help="A tar for each shard.")] = False,
-    model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
+    lines: Annotated[int, typer.Option(min=12, help="Number of prompts; one image each.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Denoising steps per image.")] = 4,
+    workers: Annotated[int, typer.Option(help="Number of engines.")] = 1,
+    shard_lines: Annotated[int, typer.Option(help="Lines per shard.")] = 50,
+    webdataset: Annotated[bool, typer.Option("--webdataset", help="Write a tar file per shard.")] = False,
+    model: Annotated[Path | None, typer.Option(help="Model directory; default: a tiny random model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for a copy of the JSON results.")] = None,
 ) -> None:
     """Measure and print one JSON document; exit code 1 if an image is missing or duplicated."""
     with tempfile.TemporaryDirectory() as name:

@@ -47,14 +47,16 @@ CLIENTS_EACH = 8
 
 
 def main(
-    requests: Annotated[int, typer.Option(min=2, help="Measures of four; with --replicas: requests of a round.")] = 200,
-    steps: Annotated[int | None, typer.Option(help="Of each picture: 1; with --replicas 20.")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="What so many paint more than one does.")] = 1,
-    rounds: Annotated[int, typer.Option(min=2, help="Of --replicas: each of both clusters.")] = 6,
-    model: Annotated[
-        Path | None, typer.Option(help="A model directory; else engines of nothing, with --replicas a tiny random one.")
+    requests: Annotated[int, typer.Option(min=2, help="Requests per measurement; with --replicas: per round.")] = 200,
+    steps: Annotated[
+        int | None, typer.Option(help="Denoising steps per image; default: 1, with --replicas 20.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Compare the throughput of this many replicas with one.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="With --replicas: rounds per cluster.")] = 6,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory; default: empty engines, with --replicas a tiny random model.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File for a copy of the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document."""
     with tempfile.TemporaryDirectory() as name:

@@ -290,19 +290,23 @@ def measure(
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    rewriter: Annotated[str, typer.Option(help="embedded, or a directory with a chat template.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    shares: Annotated[str, typer.Option(help="Time shares of the texts, with commas; empty: the default.")] = "",
-    pictures: Annotated[int, typer.Option(help="Picture requests in flight.")] = 8,
-    rewrites: Annotated[str, typer.Option(help="Rewrites in flight, with commas.")] = "8,1",
-    num_steps: Annotated[int, typer.Option(help="Steps of a picture; 0: the model's own.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Rounds of all three arms.")] = 5,
-    seconds: Annotated[float, typer.Option(help=f"Of each of the {len(ROUND)} parts of a round.")] = 2.0,
-    settle: Annotated[float, typer.Option(help="Seconds at the start of each that are not counted.")] = 0.5,
-    clock: Annotated[str, typer.Option(help="wall, or cpu on a machine that has other work to do.")] = "wall",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    rewriter: Annotated[
+        str, typer.Option(help="Language model: embedded, or a directory with a chat template.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16 or float16.")] = "auto",
+    shares: Annotated[str, typer.Option(help="Comma-separated time shares of texts; empty: the default.")] = "",
+    pictures: Annotated[int, typer.Option(help="Image requests in flight.")] = 8,
+    rewrites: Annotated[str, typer.Option(help="Comma-separated numbers of rewrites in flight.")] = "8,1",
+    num_steps: Annotated[int, typer.Option(help="Denoising steps per image; 0: the default of the model.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs all three arms.")] = 5,
+    seconds: Annotated[float, typer.Option(help=f"Seconds per part; a round has {len(ROUND)} parts.")] = 2.0,
+    settle: Annotated[float, typer.Option(help="Warm-up seconds at the start of each part.")] = 0.5,
+    clock: Annotated[str, typer.Option(help="wall, or cpu on a machine with other load.")] = "wall",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     if clock not in CLOCKS:

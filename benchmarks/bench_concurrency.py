@@ -89,12 +89,12 @@ def measure(
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As for diffserve serve.")] = "embedded",
-    clients: Annotated[str, typer.Option(help="At once, with commas.")] = "1,2,4,8,16,32",
-    rounds: Annotated[int, typer.Option(min=1, help="Pictures that each of them asks for.")] = 2,
+    model: Annotated[str, typer.Option(help="Model, as for diffserve serve.")] = "embedded",
+    clients: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent clients.")] = "1,2,4,8,16,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Images per client.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 10,
-    size: Annotated[str, typer.Option(help="Of the pictures.")] = "128x128",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    size: Annotated[str, typer.Option(help="Image size.")] = "128x128",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     body = {"num_inference_steps": steps, "size": size}

@@ -142,18 +142,20 @@ def measure_quality(engine: Engine, num_prompts: int, intervals: Sequence[int]) 
 
 def main(
     model: Annotated[
-        str, typer.Option(help=f"For speed: {', '.join(NAMES)}, embedded or a directory.")
+        str, typer.Option(help=f"Model for speed: {', '.join(NAMES)}, embedded or a directory.")
     ] = "sd15-random",
-    dtype: Annotated[str, typer.Option(help="Of the model for speed.")] = "float32",
-    device: Annotated[str, typer.Option(help="A torch device.")] = "auto",
-    side_px: Annotated[int, typer.Option(help="Side of the pictures.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Precision of the model for speed.")] = "float32",
+    device: Annotated[str, typer.Option(help="Torch device.")] = "auto",
+    side_px: Annotated[int, typer.Option(help="Image side in pixels.")] = 128,
     images: Annotated[int, typer.Option(help="Requests in a mixed batch.")] = 2,
-    steps: Annotated[int, typer.Option(help="Least number of steps.")] = 6,
+    steps: Annotated[int, typer.Option(help="Smallest number of steps.")] = 6,
     interval: Annotated[int, typer.Option(help="cache_interval of the faster arm.")] = 3,
-    pairs: Annotated[int, typer.Option(help="Runs of each arm; 0: no speed.")] = 3,
-    prompts: Annotated[int, typer.Option(help="Held-out captions for quality; 0: none.")] = 128,
-    intervals: Annotated[str, typer.Option(help="For quality, with commas.")] = "2,3,5",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    pairs: Annotated[int, typer.Option(help="Runs per arm; 0: do not measure speed.")] = 3,
+    prompts: Annotated[
+        int, typer.Option(help="Number of held-out captions for quality; 0: do not measure quality.")
+    ] = 128,
+    intervals: Annotated[str, typer.Option(help="Comma-separated values of cache_interval for quality.")] = "2,3,5",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     selected_intervals = [int(part) for part in intervals.split(",") if part]

@@ -79,7 +79,7 @@ def same_alone(engine: Engine, images: int, side_px: int) -> bool:
 
 def main(
     model: Annotated[
-        str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
     ] = "sd15-random",
     device: str = "cpu",
     dtype: str = "bfloat16",

@@ -78,8 +78,8 @@ def measure(
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Of each arm.")] = 2,
-    pictures: Annotated[int, typer.Option(min=2, help="Asked of each server.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per arm.")] = 2,
+    pictures: Annotated[int, typer.Option(min=2, help="Images per server.")] = 5,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}

@@ -106,22 +106,26 @@ def mean_rows(engine: Engine) -> float:
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16 or float16.")] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="A smoke run: few images, one round, first and last rung.")
+        bool, typer.Option("--quick", help="Smoke test: few images, one round, first and last rung.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every arm.")] = 3,
-    copies: Annotated[int, typer.Option(help="Requests of each of the sixteen kinds; also the static batch.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds per arm.")] = 3,
+    copies: Annotated[
+        int, typer.Option(help="Requests of each of the sixteen kinds; also the size of the static batch.")
+    ] = 8,
     serial_copies: Annotated[
-        int, typer.Option(help="The same for the serial arm, whose rate does not depend on it.")
+        int, typer.Option(help="Requests of each kind in the serial arm; its rate does not depend on them.")
     ] = 2,
-    max_rows: Annotated[int, typer.Option(help="Rows in a tick; 0: the engine's own choice.")] = 0,
-    divisor: Annotated[int, typer.Option(min=1, help="Divides the steps of every kind (4, 10, 20, 50).")] = 1,
-    arms: Annotated[str, typer.Option(help=f"With commas, of {', '.join(ARMS)}.")] = ",".join(DEFAULT_ARMS),
-    rungs: Annotated[str, typer.Option(help="Rungs of the ladder to climb, with commas.")] = ",".join(RUNGS),
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Rows per tick; 0: the engine chooses.")] = 0,
+    divisor: Annotated[int, typer.Option(min=1, help="Divisor of the steps of every kind (4, 10, 20, 50).")] = 1,
+    arms: Annotated[str, typer.Option(help=f"Comma-separated arms: {', '.join(ARMS)}.")] = ",".join(DEFAULT_ARMS),
+    rungs: Annotated[str, typer.Option(help="Comma-separated rungs of the optimization ladder.")] = ",".join(RUNGS),
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     if quick:

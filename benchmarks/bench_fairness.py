@@ -170,12 +170,12 @@ async def measure(load: Load) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="What the server loads.")] = "embedded",
-    num_steps: Annotated[int, typer.Option(help="Steps of every picture of guest and crowd.")] = 20,
-    rounds: Annotated[int, typer.Option(help="Of a quiet and a crowded part.")] = 3,
-    part_s: Annotated[float, typer.Option(help="How long each part is.")] = 20.0,
-    times: Annotated[float, typer.Option(help="How many times what the server does the crowd asks for.")] = 10.0,
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
+    model: Annotated[str, typer.Option(help="Model that the server loads.")] = "embedded",
+    num_steps: Annotated[int, typer.Option(help="Denoising steps per image, of guest and crowd.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Rounds of a quiet and a crowded part.")] = 3,
+    part_s: Annotated[float, typer.Option(help="Seconds per part.")] = 20.0,
+    times: Annotated[float, typer.Option(help="Load of the crowd as a multiple of the server's capacity.")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON results; default: in results/.")] = None,
 ) -> None:
     """Overload a server and report the effect on a guest."""
     with serving(model, backlog_s=20.0) as (url, _):

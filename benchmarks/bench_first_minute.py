@@ -55,9 +55,9 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def main(
-    count: Annotated[int, typer.Option(help="Requests of each number of steps.")] = 30,
+    count: Annotated[int, typer.Option(help="Requests per number of steps.")] = 30,
     pause_s: Annotated[float, typer.Option(help="Seconds between two requests.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure requests of 4 and of 25 steps, each on a server of its own."""
     document: dict[str, Any] = {

@@ -150,20 +150,25 @@ def equal_alone(engine: Engine, clock: WallTime, trace: Sequence[Recorded], pain
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    arms: Annotated[str, typer.Option(help=f"Two or more of {', '.join(ALL_POLICIES)}; the last is ours.")] = (
-        "serial,same-key,goodput"
-    ),
-    loads: Annotated[str, typer.Option(help="With commas; 1 is all that full ticks can do.")] = "0.3,0.95",
-    minutes: Annotated[float, typer.Option(help="For all runs, what is measured before them aside.")] = 10.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Traces of each load.")] = 2,
-    slo_scale: Annotated[float, typer.Option(help="Good is within so many times what a request takes alone.")] = 3.0,
-    capacity_s: Annotated[float, typer.Option(help="Seconds for which capacity is measured.")] = 30.0,
-    seed: Annotated[int, typer.Option(help="Of the traces.")] = 5,
-    divisor: Annotated[int, typer.Option(min=1, help="Divides the steps of every request.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16 or float16.")] = "auto",
+    arms: Annotated[
+        str,
+        typer.Option(help=f"Two or more policies of {', '.join(ALL_POLICIES)}; the last is compared with the others."),
+    ] = ("serial,same-key,goodput"),
+    loads: Annotated[str, typer.Option(help="Comma-separated loads; 1 is the capacity with full ticks.")] = "0.3,0.95",
+    minutes: Annotated[float, typer.Option(help="Minutes of all runs, without the capacity measurement.")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Traces per load.")] = 2,
+    slo_scale: Annotated[
+        float, typer.Option(help="A request meets its target within this many times its duration alone.")
+    ] = 3.0,
+    capacity_s: Annotated[float, typer.Option(help="Seconds of the capacity measurement.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Seed of the traces.")] = 5,
+    divisor: Annotated[int, typer.Option(min=1, help="Divisor of the steps of every request.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     names = arms.split(",")

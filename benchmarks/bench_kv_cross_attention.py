@@ -194,12 +194,14 @@ def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16, int8.")] = "auto",
-    rows: Annotated[str, typer.Option(help="Rows of a UNet call, with commas.")] = "1,2,4,8,16",
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every pair.")] = 30,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16, float16 or int8.")] = "auto",
+    rows: Annotated[str, typer.Option(help="Comma-separated rows per UNet call.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds per pair.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     loaded = open_model(model, device, dtype)

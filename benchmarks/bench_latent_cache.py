@@ -102,9 +102,9 @@ def tally(results: Sequence[tuple[bool, bool, ImageResult]]) -> dict[str, Any]:
 
 
 def main(
-    prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 48,
-    thresholds: Annotated[str, typer.Option(help="With commas.")] = "0.95,0.9,0.8",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    prompts: Annotated[int, typer.Option(help="Number of held-out captions.")] = 48,
+    thresholds: Annotated[str, typer.Option(help="Comma-separated similarity thresholds.")] = "0.95,0.9,0.8",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     engine = Engine.from_pretrained("embedded", config=EngineConfig(latent_cache_bytes=ROOM))

@@ -162,19 +162,19 @@ def learn_sizes(engine: Engine, groups: dict[str, GroupKey], rows: int) -> dict[
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}, embedded or a directory.")] = "embedded",
-    dtype: Annotated[str, typer.Option(help="Of the model.")] = "auto",
-    device: Annotated[str, typer.Option(help="A torch device.")] = "auto",
-    side_px: Annotated[int, typer.Option(help="Side of the pictures.")] = 128,
-    rows: Annotated[int, typer.Option(help="Requests, each with an adapter of its own.")] = 8,
-    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
-    layers: Annotated[str, typer.Option(help=f"That they change: {' or '.join(LAYERS)}.")] = "attention",
-    steps: Annotated[int, typer.Option(help="Of every picture.")] = 10,
-    pairs: Annotated[int, typer.Option(help="Runs of each arm.")] = 5,
+    model: Annotated[str, typer.Option(help=f"Model: {', '.join(NAMES)}, embedded or a directory.")] = "embedded",
+    dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
+    device: Annotated[str, typer.Option(help="Torch device.")] = "auto",
+    side_px: Annotated[int, typer.Option(help="Image side in pixels.")] = 128,
+    rows: Annotated[int, typer.Option(help="Number of requests, each with its own adapter.")] = 8,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    layers: Annotated[str, typer.Option(help=f"Layers that the adapters change: {' or '.join(LAYERS)}.")] = "attention",
+    steps: Annotated[int, typer.Option(help="Denoising steps per image.")] = 10,
+    pairs: Annotated[int, typer.Option(help="Runs per arm.")] = 5,
     calls_alone: Annotated[
-        bool, typer.Option(help="The network's calls alone: engines on a CPU call a large one row by row.")
+        bool, typer.Option(help="Only measure UNet calls; engines on a CPU run large UNets row by row.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     with tempfile.TemporaryDirectory() as folder:

@@ -233,16 +233,16 @@ def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As for diffserve serve.")] = "embedded-turbo",
-    requests: Annotated[int, typer.Option(min=10, help="How many.")] = 10_000,
-    settle: Annotated[int, typer.Option(min=0, help="Requests before the slope begins.")] = 1000,
+    model: Annotated[str, typer.Option(help="Model, as for diffserve serve.")] = "embedded-turbo",
+    requests: Annotated[int, typer.Option(min=10, help="Number of requests.")] = 10_000,
+    settle: Annotated[int, typer.Option(min=0, help="Warm-up requests before the slope is measured.")] = 1000,
     every: Annotated[int, typer.Option(min=1, help="Requests between two samples.")] = 50,
-    clients: Annotated[int, typer.Option(min=1, help="How many ask at once.")] = 8,
-    aborts: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share that is given up.")] = 0.3,
-    texts: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of wishes for the language model.")] = 0.1,
-    size: Annotated[str, typer.Option(help="Of the pictures.")] = "128x128",
-    seed: Annotated[int, typer.Option(help="Other requests.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 8,
+    aborts: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that are cancelled.")] = 0.3,
+    texts: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests to the language model.")] = 0.1,
+    size: Annotated[str, typer.Option(help="Image size.")] = "128x128",
+    seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     load = Load(requests, clients, aborts, texts, size, seed)

@@ -174,14 +174,16 @@ def used_s(process: psutil.Process) -> float:
 
 
 def main(
-    parts: Annotated[str, typer.Option(help="Of request, memory and readers, with commas.")] = "request,memory,readers",
-    count: Annotated[int, typer.Option(min=3, help="Requests that count, of each kind.")] = 200,
-    steps: Annotated[int, typer.Option(min=1, help="Steps, each with an event, of a request.")] = 20,
-    readers: Annotated[int, typer.Option(min=1, help="Readers.")] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns with readers and without.")] = 5,
-    reader_steps: Annotated[int, typer.Option(min=10, help="Steps of a turn.")] = 60,
-    model: Annotated[str, typer.Option(help="Whose steps the readers may slow.")] = "embedded",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated parts: request, memory, readers.")
+    ] = "request,memory,readers",
+    count: Annotated[int, typer.Option(min=3, help="Measured requests per kind.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per request; each sends an event.")] = 20,
+    readers: Annotated[int, typer.Option(min=1, help="Number of event stream clients.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds with and without readers.")] = 5,
+    reader_steps: Annotated[int, typer.Option(min=10, help="Steps per round.")] = 60,
+    model: Annotated[str, typer.Option(help="Model whose steps are measured with readers.")] = "embedded",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     document: dict[str, Any] = {

@@ -262,16 +262,19 @@ def _ready(process: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="What the server loads.")] = "embedded",
+    model: Annotated[str, typer.Option(help="Model that the server loads.")] = "embedded",
     backlog_s: Annotated[float, typer.Option(help="serve.max_backlog_s of the server.")] = 4.0,
-    num_steps: Annotated[int, typer.Option(help="Steps of every picture.")] = 25,
+    num_steps: Annotated[int, typer.Option(help="Denoising steps per image.")] = 25,
     num_workers: Annotated[
-        int, typer.Option(min=1, max=MAX_KEYS_PER_ADDRESS, help="Requests at once that fill every tick; a key each.")
+        int,
+        typer.Option(
+            min=1, max=MAX_KEYS_PER_ADDRESS, help="Concurrent requests that fill every tick; one API key each."
+        ),
     ] = MAX_KEYS_PER_ADDRESS,
-    saturated_s: Annotated[float, typer.Option(help="How long what it can do is measured, twice.")] = 20.0,
-    flood_s: Annotated[float, typer.Option(help="How long more is asked of it.")] = 60.0,
-    times: Annotated[float, typer.Option(help="How many times what it can do.")] = 10.0,
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
+    saturated_s: Annotated[float, typer.Option(help="Seconds of each of the two capacity measurements.")] = 20.0,
+    flood_s: Annotated[float, typer.Option(help="Seconds of overload.")] = 60.0,
+    times: Annotated[float, typer.Option(help="Load as a multiple of the capacity.")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON results; default: in results/.")] = None,
 ) -> None:
     """Overload a server and report the results."""
     with serving(model, backlog_s=backlog_s) as (url, pid):

@@ -31,11 +31,11 @@ NAMES = "float32,bfloat16,int8,int8_dynamic,int8_static"
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory")] = "embedded",
-    names: Annotated[str, typer.Option(help="precisions, with commas")] = NAMES,
-    rows: Annotated[str, typer.Option(help="rows in a call, with commas")] = "2,8",
+    model: Annotated[str, typer.Option(help="model: embedded, or a diffusers directory")] = "embedded",
+    names: Annotated[str, typer.Option(help="comma-separated precisions")] = NAMES,
+    rows: Annotated[str, typer.Option(help="comma-separated rows per call")] = "2,8",
     rounds: int = 7,
-    threads: Annotated[int, typer.Option(help="0: as many as torch takes")] = 0,
+    threads: Annotated[int, typer.Option(help="threads; 0: the default of torch")] = 0,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     if threads:

@@ -66,12 +66,14 @@ def closeness_db(model: DiffusionModel, num_scenes: int) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory with a preview decoder.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Turns of both, after one that is not counted.")] = 21,
-    num_scenes: Annotated[int, typer.Option(help="Held-out scenes on which closeness is measured.")] = 64,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model: embedded, or a diffusers directory with a preview decoder.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16 or float16.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds of both decoders, after a warm-up round.")] = 21,
+    num_scenes: Annotated[int, typer.Option(help="Number of held-out scenes for the error of the previews.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     loaded = load_model(model, device=device, dtype=dtype)

@@ -119,13 +119,15 @@ def equal(*runs: Sequence[str]) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory.")] = "embedded",
-    cores: Annotated[int, typer.Option(help="Threads of one, engines of many; 0: as many as there are cores.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm.")] = 3,
-    requests: Annotated[int, typer.Option(min=2, help="Mixed requests of a turn.")] = 24,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the picture alone.")] = 25,
-    compile_: Annotated[str, typer.Option("--compile", help="[engine] compile: warm, or off.")] = "warm",
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[str, typer.Option(help="Model: embedded, or a diffusers directory.")] = "embedded",
+    cores: Annotated[
+        int, typer.Option(help="Threads of the single engine, and number of engines; 0: number of cores.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per arm.")] = 3,
+    requests: Annotated[int, typer.Option(min=2, help="Mixed requests per round.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of the single image.")] = 25,
+    compile_: Annotated[str, typer.Option("--compile", help="[engine] compile: warm or off.")] = "warm",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
     serve_threads: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""

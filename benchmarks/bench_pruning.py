@@ -51,12 +51,14 @@ def cost(path: str, dtype: str, settings: Settings) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory.")] = "embedded",
-    prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 48,
-    cuts: Annotated[str, typer.Option(help="heads:channels, with commas.")] = "0:0.125,0.17:0,0.17:0.25,0.34:0.5",
-    dtype: Annotated[str, typer.Option(help="What the networks compute in.")] = "bfloat16",
+    model: Annotated[str, typer.Option(help="Model: embedded, or a diffusers directory.")] = "embedded",
+    prompts: Annotated[int, typer.Option(help="Number of held-out captions.")] = 48,
+    cuts: Annotated[
+        str, typer.Option(help="Comma-separated shares heads:channels to remove.")
+    ] = "0:0.125,0.17:0,0.17:0.25,0.34:0.5",
+    dtype: Annotated[str, typer.Option(help="Precision of the networks.")] = "bfloat16",
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     settings = load_settings(model=model, config=None, flags={})

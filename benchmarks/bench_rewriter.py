@@ -146,13 +146,13 @@ def say(text: str) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or the directory of an instruct model.")] = "embedded",
-    style: Annotated[str, typer.Option(help="A file of configs/rewriter/.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    threads: Annotated[int, typer.Option(help="Threads of both; 0: as many as there are cores.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every question.")] = 30,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[str, typer.Option(help="Model: embedded, or the directory of an instruct model.")] = "embedded",
+    style: Annotated[str, typer.Option(help="Style: a file of configs/rewriter/.")] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision: auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Threads of both implementations; 0: number of cores.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds per question.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     torch.set_num_threads(threads or os.cpu_count() or 1)

@@ -163,11 +163,11 @@ def shortest(_request: GenerationRequest, _cost: float, queues: dict[str, float]
 
 
 def main(
-    members: Annotated[str, typer.Option(help="How many, with commas between.")] = "2,4,8",
-    requests: Annotated[int, typer.Option(help="Of the trace.")] = 3000,
-    load: Annotated[float, typer.Option(help="Of the members, 0 to 1.")] = 0.7,
-    bounds: Annotated[str, typer.Option(help="Of the prefix, with commas between.")] = "0.25,0.5,1,2",
-    out: Annotated[Path | None, typer.Option(help="Where the document goes.")] = None,
+    members: Annotated[str, typer.Option(help="Comma-separated numbers of pool members.")] = "2,4,8",
+    requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 3000,
+    load: Annotated[float, typer.Option(help="Load of the members, 0 to 1.")] = 0.7,
+    bounds: Annotated[str, typer.Option(help="Comma-separated prefix weights of the router.")] = "0.25,0.5,1,2",
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and write the document."""
     rows = []

@@ -106,12 +106,14 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory.")] = "embedded",
-    loads: Annotated[str, typer.Option(help="Numbers of busy neighbours, with commas.")] = "0,1,2,9",
-    rounds: Annotated[int, typer.Option(help="Pictures of each arm at each load, after one that is told apart.")] = 7,
-    steps: Annotated[int, typer.Option(help="Steps of a picture.")] = 25,
+    model: Annotated[str, typer.Option(help="Model: embedded, or a diffusers directory.")] = "embedded",
+    loads: Annotated[str, typer.Option(help="Comma-separated numbers of other busy processes.")] = "0,1,2,9",
+    rounds: Annotated[
+        int, typer.Option(help="Images per arm and load, after a first one that is reported separately.")
+    ] = 7,
+    steps: Annotated[int, typer.Option(help="Denoising steps per image.")] = 25,
     arm: Annotated[str | None, typer.Option(hidden=True)] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     if arm is not None:

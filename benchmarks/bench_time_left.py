@@ -114,11 +114,11 @@ def requests(count: int, seed: int) -> list[Recorded]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="What is painted with.")] = "embedded",
-    count: Annotated[int, typer.Option(help="Requests of each part.")] = 40,
-    loads: Annotated[str, typer.Option(help="Of what the engine can do, with commas.")] = "0.4,0.8",
+    model: Annotated[str, typer.Option(help="Model.")] = "embedded",
+    count: Annotated[int, typer.Option(help="Requests per part.")] = 40,
+    loads: Annotated[str, typer.Option(help="Comma-separated loads as shares of the engine's capacity.")] = "0.4,0.8",
     dtype: Annotated[str, typer.Option(help="Precision.")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON results; default: in results/.")] = None,
 ) -> None:
     """Run all parts, and report the errors of the estimates."""
     torch.set_num_threads(1)

@@ -99,15 +99,17 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16: of torch and ours.")] = "auto",
-    rows: Annotated[str, typer.Option(help="Rows in a call, with commas.")] = "1,2,4,8,16",
-    arms: Annotated[str, typer.Option(help="With commas.")] = ",".join(ARMS),
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of every arm.")] = 5,
-    calls: Annotated[int, typer.Option(min=1, help="Counted calls in a turn.")] = 5,
-    threads: Annotated[int, typer.Option(help="Of a call, in every arm; 0: torch's own number.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of all arms: auto, float32, bfloat16 or float16.")] = "auto",
+    rows: Annotated[str, typer.Option(help="Comma-separated rows per call.")] = "1,2,4,8,16",
+    arms: Annotated[str, typer.Option(help="Comma-separated arms.")] = ",".join(ARMS),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per arm.")] = 5,
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls per round.")] = 5,
+    threads: Annotated[int, typer.Option(help="Threads per call in every arm; 0: the default of torch.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     names, numbers = arms.split(","), sorted(map(int, rows.split(",")))

@@ -86,8 +86,8 @@ def unmarked() -> Iterator[tuple[str, Picture]]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns, after one that is not counted.")] = 41,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds, after a warm-up round.")] = 41,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     engine = Engine.from_pretrained("embedded")

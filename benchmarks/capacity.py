@@ -260,16 +260,16 @@ def front_costs(num_commits: int) -> dict[str, float]:
 
 
 def main(
-    arms: Annotated[str, typer.Option(help="Words of the names of arms, with commas; else all.")] = "",
-    engines: Annotated[str, typer.Option(help="Engines in a pool, with commas.")] = "1,4,16,64",
-    requests: Annotated[int, typer.Option(min=20, help="At most, of a simulated trace.")] = 6400,
-    commits: Annotated[int, typer.Option(min=1, help="Of the store.")] = 300,
+    arms: Annotated[str, typer.Option(help="Comma-separated words in the names of arms; default: all arms.")] = "",
+    engines: Annotated[str, typer.Option(help="Comma-separated numbers of engines in a pool.")] = "1,4,16,64",
+    requests: Annotated[int, typer.Option(min=20, help="Largest number of requests of a simulated trace.")] = 6400,
+    commits: Annotated[int, typer.Option(min=1, help="Number of database commits to measure.")] = 300,
     launch_us: Annotated[
-        float | None, typer.Option(help="Microseconds of a kernel launch; else as the GPU suite measured.")
+        float | None, typer.Option(help="Microseconds per kernel launch; default: as measured by the GPU suite.")
     ] = None,
-    page_only: Annotated[bool, typer.Option("--page-only", help="Simulate nothing.")] = False,
+    page_only: Annotated[bool, typer.Option("--page-only", help="Write the page without a simulation.")] = False,
     out: Annotated[
-        Path, typer.Option(help="Figures, JSON; the page is written beside the committed ones alone.")
+        Path, typer.Option(help="JSON file of the figures; the page is only written for the committed file.")
     ] = FIGURES,
 ) -> None:
     """Simulate, write the page, and print one JSON document as the last line of stdout."""

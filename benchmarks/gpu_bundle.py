@@ -130,10 +130,14 @@ def write_tree(target: Path) -> int:
 
 def main(
     wheels: Annotated[Path, typer.Option(help="Folder for the wheels; git should ignore it.")],
-    results: Annotated[str, typer.Option(help="Folder on the machine that comes back.")] = "gpu-results",
-    tree: Annotated[Path | None, typer.Option(help="Write a copy without what the run does not need.")] = None,
-    server: Annotated[bool, typer.Option(help="Also what the row of the HTTP server needs.")] = True,
-    download: Annotated[bool, typer.Option(help="Fetch the wheels; else those that are there are counted.")] = True,
+    results: Annotated[str, typer.Option(help="Folder for the results on the GPU machine.")] = "gpu-results",
+    tree: Annotated[
+        Path | None, typer.Option(help="Folder for a copy of the repository without files that the run does not need.")
+    ] = None,
+    server: Annotated[bool, typer.Option(help="Include the packages for the HTTP server's row.")] = True,
+    download: Annotated[
+        bool, typer.Option(help="Download the wheels; otherwise the existing ones are counted.")
+    ] = True,
 ) -> None:
     """Collect, count, and print the command."""
     if download:

@@ -61,11 +61,16 @@ def document_head(rows: tuple[Row, ...], device: str, *, quick: bool) -> dict[st
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu for a dry run.")] = "cuda",
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, few rows, few steps: does it run?")] = False,
-    rows: Annotated[str, typer.Option(help=f"Of {', '.join(row.name for row in SCHEDULE)}; the first always.")] = "",
-    jobs: Annotated[str, typer.Option(help=f"Of {', '.join(job.name for job in JOBS)}.")] = "",
-    length_s: Annotated[float, typer.Option(help="Seconds that the rows have together.")] = LENGTH_S,
+    device: Annotated[str, typer.Option(help="Device: cuda, cuda:1, or cpu for a dry run.")] = "cuda",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smoke test with tiny models, few rows and few steps.")
+    ] = False,
+    rows: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated rows: {', '.join(row.name for row in SCHEDULE)}; the first always runs."),
+    ] = "",
+    jobs: Annotated[str, typer.Option(help=f"Comma-separated jobs: {', '.join(job.name for job in JOBS)}.")] = "",
+    length_s: Annotated[float, typer.Option(help="Time limit in seconds for all rows together.")] = LENGTH_S,
 ) -> None:
     """Run the schedule and print the table. Exit code 1: something failed; 2: the first row did; 3: there is no GPU."""
     try:

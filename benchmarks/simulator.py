@@ -317,15 +317,17 @@ def busy_for(
 
 
 def main(
-    costs: Annotated[Path, typer.Option(help="What calls cost: JSON, as benchmarks/validate_simulator.py writes it.")],
-    trace: Annotated[Path | None, typer.Option(help="A recorded trace, JSON lines; else one is drawn.")] = None,
-    policy: Annotated[str, typer.Option(help=f"With commas, of {', '.join(ALL_POLICIES)}.")] = "latency",
-    loads: Annotated[str, typer.Option(help="Of a drawn trace, with commas: 1 is all that full ticks can do.")] = "0.9",
-    requests: Annotated[int, typer.Option(min=1, help="Of a drawn trace.")] = 2000,
-    engines: Annotated[int, typer.Option(min=1, max=10_000, help="Behind the router.")] = 1,
-    slo_scale: Annotated[float, typer.Option(help="Good is within so many times what a request takes alone.")] = 3.0,
-    seed: Annotated[int, typer.Option(help="Of a drawn trace.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    costs: Annotated[Path, typer.Option(help="JSON file of call costs, written by benchmarks/validate_simulator.py.")],
+    trace: Annotated[Path | None, typer.Option(help="Recorded trace (JSON lines); default: a random one.")] = None,
+    policy: Annotated[str, typer.Option(help=f"Comma-separated policies: {', '.join(ALL_POLICIES)}.")] = "latency",
+    loads: Annotated[str, typer.Option(help="Comma-separated loads of a random trace; 1 is the capacity.")] = "0.9",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a random trace.")] = 2000,
+    engines: Annotated[int, typer.Option(min=1, max=10_000, help="Number of engines behind the router.")] = 1,
+    slo_scale: Annotated[
+        float, typer.Option(help="A request meets its target within this many times its duration alone.")
+    ] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of a random trace.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Simulate, and print one JSON document as the last line of stdout."""
     measured = read_costs(costs)

@@ -82,11 +82,15 @@ def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig, policy
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
-    policy: Annotated[str, typer.Option(help="[engine] policy, with commas.")] = "latency",
-    loads: Annotated[str, typer.Option(help="Shares of the time that it is busy, with commas.")] = "0.3,0.7,0.95",
-    requests: Annotated[int, typer.Option(min=4, help="Of each trace.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="A folder; else results/simulator-<model>.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Model: embedded, {', '.join(NAMES)}, or a diffusers directory.")
+    ] = "embedded",
+    policy: Annotated[str, typer.Option(help="Comma-separated values of [engine] policy.")] = "latency",
+    loads: Annotated[str, typer.Option(help="Comma-separated busy shares of the engine.")] = "0.3,0.7,0.95",
+    requests: Annotated[int, typer.Option(min=4, help="Requests per trace.")] = 100,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; default: results/simulator-<model>.")
+    ] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     torch.set_num_threads(1)

@@ -78,14 +78,14 @@ def check_eta(sampler: Sampler, eta: float | None) -> tuple[float, tuple[str, ..
     if eta is not None and not (math.isfinite(eta) and eta >= 0.0):
         raise BadEta(f"eta is {eta}; it must be 0 (no fresh noise) or more.")
     if sampler.default_eta is None:
-        warnings = () if not eta else (f"eta {eta:g} has no meaning for {sampler.name} and was not used",)
+        warnings = () if not eta else (f"eta {eta:g} was ignored, because {sampler.name} does not use it",)
         return 0.0, warnings
     return (sampler.default_eta if eta is None else eta), ()
 
 
 def _final_sigma(sampler: Sampler, smallest: float, set_alpha_to_one: bool, final_sigmas_type: str) -> float:
     if final_sigmas_type not in ("zero", "sigma_min"):
-        raise UnsupportedOption(f"final_sigmas_type is {final_sigmas_type!r}; known are sigma_min, zero.")
+        raise UnsupportedOption(f"final_sigmas_type is {final_sigmas_type!r}; choose from sigma_min, zero.")
     ends_at_zero = {
         "alpha": set_alpha_to_one,
         "sigma": final_sigmas_type == "zero",
@@ -169,9 +169,9 @@ def compile_table(
         spacing = "linspace"
         sigma_schedule = sigma_schedule or (None if method.family == "lcm" else schedule.ramp)
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
-        warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
+        warnings += (f"ddpm_large at {steps} steps leaves much noise; use ddpm, or {LARGE_VARIANCE_STEPS} steps",)
     if sigma_range != (None, None) and sigma_schedule not in RAMPS:
-        warnings += (f"sigma_min and sigma_max have no meaning without a sigma schedule of {', '.join(RAMPS)}",)
+        warnings += (f"sigma_min and sigma_max were ignored, because they need a sigma schedule of {', '.join(RAMPS)}",)
     # First-order samplers that only scale x keep full precision at a huge sigma. Samplers that add slopes do not.
     exact = method.family in ("ddim", "lcm") and method.order == 1 and schedule.prediction_type != "epsilon"
     train_sigmas = schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR)

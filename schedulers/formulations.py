@@ -92,7 +92,7 @@ def check_formulation(config: Mapping[str, Any]) -> None:
         raise UnsupportedOption(_unsupported_class_message(str(name)))
     if config.get("timestep_spacing") not in (None, *_SPACINGS):
         spacings = ", ".join(_SPACINGS)
-        raise UnsupportedOption(f"timestep_spacing is {config['timestep_spacing']!r}; known are {spacings}.")
+        raise UnsupportedOption(f"timestep_spacing is {config['timestep_spacing']!r}; choose from {spacings}.")
     for option, (supported, reason) in _FIXED_PARAMETERS.items():
         if config.get(option, supported) not in (supported, None):
             raise UnsupportedOption(f"{option} is {config[option]!r}: {reason}; only {supported!r} is supported.")
@@ -118,7 +118,7 @@ def _unsupported_class_message(name: str) -> str:
 def _check_discrete(config: Mapping[str, Any]) -> None:
     kind = config.get("timestep_type", "discrete")
     if kind not in ("discrete", "continuous"):
-        raise UnsupportedOption(f"timestep_type is {kind!r}; known are continuous, discrete.")
+        raise UnsupportedOption(f"timestep_type is {kind!r}; choose from continuous, discrete.")
     predicts = config.get("prediction_type", "epsilon")
     if kind == "continuous" and predicts != "v_prediction":
         raise UnsupportedOption(
@@ -148,7 +148,7 @@ def check_edm(config: Mapping[str, Any]) -> None:
         raise UnsupportedOption(f"rho is {config['rho']!r}; only 7 is supported.")
     ramp = config.get("sigma_schedule", "karras")
     if ramp not in ("karras", "exponential"):
-        raise UnsupportedOption(f"sigma_schedule is {ramp!r}; known are exponential, karras.")
+        raise UnsupportedOption(f"sigma_schedule is {ramp!r}; choose from exponential, karras.")
 
 
 def edm_range(config: Mapping[str, Any]) -> tuple[float, float]:

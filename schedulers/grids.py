@@ -113,7 +113,7 @@ def pick_timesteps(
         UnknownSpacing: If ``spacing`` is unknown.
     """
     if spacing not in SPACINGS:
-        raise UnknownSpacing(f"spacing is {spacing!r}; known are {', '.join(SPACINGS)}.")
+        raise UnknownSpacing(f"spacing is {spacing!r}; choose from {', '.join(SPACINGS)}.")
     if family == "lcm":
         return _lcm_timesteps(num_steps, length, distillation_steps)
     if spacing == "leading":
@@ -258,7 +258,7 @@ def make_grid(
         timesteps = _even_timesteps(sigma_schedule, num_steps, length)
         sigmas = np.exp(np.interp(timesteps, index, np.log(train_sigmas)))
     else:
-        raise UnknownSpacing(f"sigma_schedule is {sigma_schedule!r}; known are {', '.join(SIGMA_SCHEDULES)}.")
+        raise UnknownSpacing(f"sigma_schedule is {sigma_schedule!r}; choose from {', '.join(SIGMA_SCHEDULES)}.")
     last = min(sigma_end, float(sigmas[-1]))
     return Grid(np.append(sigmas, last), timesteps, start, train_sigmas)
 

@@ -57,7 +57,7 @@ def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: f
         edges = np.arange(num_timesteps + 1, dtype=np.float64) / num_timesteps
         remaining = np.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
         return np.asarray(np.minimum(1.0 - remaining[1:] / remaining[:-1], _MAX_COSINE_BETA), dtype=np.float64)
-    raise UnsupportedOption(f"beta_schedule is {schedule!r}; known are {', '.join(BETA_SCHEDULES)}.")
+    raise UnsupportedOption(f"beta_schedule is {schedule!r}; choose from {', '.join(BETA_SCHEDULES)}.")
 
 
 def to_zero_terminal_snr(alphas_cumprod: FloatArray) -> FloatArray:
@@ -227,7 +227,7 @@ class Preconditioning:
     def __post_init__(self) -> None:
         if self.prediction_type not in (*PREDICTION_TYPES, EDM):
             raise UnsupportedOption(
-                f"prediction_type is {self.prediction_type!r}; known are {', '.join(PREDICTION_TYPES)}."
+                f"prediction_type is {self.prediction_type!r}; choose from {', '.join(PREDICTION_TYPES)}."
             )
         scaled = self.prediction_type in ("v_prediction", EDM)
         if not (np.isfinite(self.sigma_data) and self.sigma_data > 0.0 and (scaled or self.sigma_data == 1.0)):

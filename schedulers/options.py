@@ -79,7 +79,7 @@ def sampler_of_config(config: Mapping[str, Any]) -> str:
     if name == "ddpm":
         variance = str(config.get("variance_type", "fixed_small"))
         if variance not in _DDPM_VARIANTS:
-            raise UnsupportedOption(f"variance_type is {variance!r}; known are fixed_large, fixed_small.")
+            raise UnsupportedOption(f"variance_type is {variance!r}; choose from fixed_large, fixed_small.")
         return _DDPM_VARIANTS[variance]
     return name
 

@@ -226,8 +226,8 @@ def resolve_sampler(name: str) -> tuple[str, str | None]:
     suggestion = _look_up(matches[0]) if matches else None
     hint = f" Did you mean {suggestion!r}?" if suggestion else ""
     if substitute := _CLOSEST_SUPPORTED.get(bare.removeprefix("k_")):
-        hint = f" The nearest here is {substitute!r}."
+        hint = f" The closest supported one is {substitute!r}."
     raise UnknownSampler(
-        f"sampler is {name!r}, which is not known.{hint} Known are {', '.join(SAMPLERS)}, "
+        f"sampler is {name!r}, which is unknown.{hint} Choose from {', '.join(SAMPLERS)}, "
         f"each optionally followed by a sigma schedule ({', '.join(SIGMA_SCHEDULES)})."
     )

@@ -288,7 +288,7 @@ def test_progress_bar_moves_on_a_terminal(run: Run, model: Path, monkeypatch: py
     outcome = run("generate", "a fox", "--model", model, "--steps", 40, "-o", "fox.png")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.err)
     assert f"loading {model}" in shown
-    assert re.search(r"painting +\S+ +\d+/40 steps [\d.]+/s", shown)
+    assert re.search(r"generating +\S+ +\d+/40 steps [\d.]+/s", shown)
     assert outcome.out.startswith("fox.png  seed ")
 
 

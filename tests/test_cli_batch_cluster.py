@@ -175,8 +175,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.txt"
     file.write_text("a fox\n")
-    assert "without --cluster" in refused(capsys, file, "-o", tmp_path / "o", "--webdataset")
-    assert "two places" in refused(capsys, file, "-o", tmp_path / "o", "--cluster", "--server", "http://127.0.0.1:9")
+    assert "--webdataset needs --cluster" in refused(capsys, file, "-o", tmp_path / "o", "--webdataset")
+    both = ("--cluster", "--server", "http://127.0.0.1:9")
+    assert "--cluster and --server exclude each other" in refused(capsys, file, "-o", tmp_path / "o", *both)
     assert not (tmp_path / "o").exists()
 
 

@@ -74,7 +74,7 @@ def test_rejected_rewrite_is_noted_once_and_the_wish_is_kept(run: Run, model: Pa
     code, out, err = run('a sign "Open"', "-n", 2, "--model", model)
     assert (code, out) == (0, 'a sign "Open"\n')
     assert err.startswith('note: the rewriter left out "Open"; the prompt was left as it is.\n')
-    assert err.endswith("note: 2 prompts were requested, and the model has 1 prompt for this wish.\n")
+    assert err.endswith("note: 2 prompts were requested, but the model found only 1 prompt.\n")
 
 
 def test_streamed_text_is_not_repeated_unless_the_prompt_differs(run: Run, model: Path) -> None:

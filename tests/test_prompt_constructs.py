@@ -100,7 +100,7 @@ def test_command_line_warns_about_unsupported_constructs(
     assert caught.value.code == 0
     errors = " ".join(capsys.readouterr().err.split())
     for beginning in (
-        "'[cat|dog]' in the prompt changes nothing", "'AND' in the prompt is not supported",
-        "'[red:blue:0.5]' in the negative prompt changes nothing",
+        "'[cat|dog]' in the prompt is not supported", "'AND' in the prompt is not supported",
+        "'[red:blue:0.5]' in the negative prompt is not supported",
     ):  # fmt: skip
         assert f"note: {beginning}" in errors

@@ -211,7 +211,7 @@ def canonical_sampler(text: str) -> str:
     """
     if len(text) > MAX_SAMPLER_CHARS:  # searching the closest match of a long name takes seconds
         raise InvalidRequest(
-            f"sampler is {quote(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
+            f"sampler is {quote(text)}, which is unknown; names have at most {MAX_SAMPLER_CHARS} characters.",
             param="samplers",
             code="unknown_sampler",
         )

@@ -25,7 +25,7 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
         ({"width_px": 60}, "size", r"width is 60 px; it must be a multiple of 8: try 56 or 64"),
         ({"height_px": 5}, "size", r"height is 5 px; it must be a multiple of 8: try 8\."),
         ({"width_px": 100000, "height_px": 8}, "size", r"width is 100000 px; this model allows at most 128 px"),
-        ({"sampler": "eular"}, "sampler", r"'eular', which is not known. Did you mean 'euler'\? Known are ddim, ddpm"),
+        ({"sampler": "eular"}, "sampler", r"'eular', which is unknown. Did you mean 'euler'\? Choose from ddim, ddpm"),
         ({"spacing": "sideways"}, "spacing", r"sideways"),
         ({"sigma_schedule": "crooked"}, "spacing", r"crooked"),
         ({"init_image": SQUARE, "strength": 0.01}, "strength", r"strength 0.01 of 10 steps leaves no step to run"),
@@ -36,7 +36,7 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
         ),
         ({"init_image": SQUARE, "mask_image": SQUARE}, "mask", r"the mask has 3 channel\(s\); it must have 1"),
         ({"init_image": MASK}, "image", r"the image has 1 channel\(s\); it must have 3"),
-        ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"between 0 and 9223372036854775806, for the last of 2"),
+        ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"775806 \(the last of 2 images uses seed \+ 1\)"),
         ({"negative_prompt": "\ud800"}, "negative_prompt", r"has a lone surrogate"),
     ],
 )
@@ -88,13 +88,13 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sampler": "euler", "eta": 0.5}, "eta 0.5 has no meaning for euler"),
+        ({"sampler": "euler", "eta": 0.5}, "eta 0.5 was ignored, because euler does not use it"),
         ({"sampler": "ddpm_large", "num_steps": 10}, "ddpm_large at 10 steps leaves much noise"),
         ({"token_merging": 0.5}, "token_merging has no effect: it was removed in 0.2"),
         ({"guidance_scale": 0.5}, "guidance_scale 0.5 was replaced by 1, which means no guidance"),
         ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no effect without guidance"),
-        ({"seed": 7 + 2**32}, "4294967303 paints what 7 paints"),
-        ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 paints what 0 paints"),
+        ({"seed": 7 + 2**32}, "4294967303 gives the same image as 7"),
+        ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 gives the same image as 0"),
     ],
 )
 def test_what_is_merely_unwise_is_let_through_with_a_warning(fields: dict[str, Any], says: str) -> None:

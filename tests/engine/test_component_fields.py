@@ -212,10 +212,10 @@ def test_value_that_is_not_served_is_refused_with_its_field(
 @pytest.mark.parametrize(
     ("component", "field", "value", "message"),
     [
-        ("vae", "in_channels", 6, r"in_channels is 6; pictures have 3 \(RGB\): name another VAE \(--vae, model.vae\)"),
+        ("vae", "in_channels", 6, r"in_channels is 6; images have 3 \(RGB\): name another VAE \(--vae, model.vae\)"),
         ("vae", "scaling_factor", None, "scaling_factor is None; it must be a positive number, 0.18215 for"),
         ("vae", "latents_mean", [0.1] * 3, "latents_mean is .*; it must be a list of 4 numbers or null"),
-        ("unet", "dual_cross_attention", True, "dual_cross_attention is True; diffserve serves .* UNets without it"),
+        ("unet", "dual_cross_attention", True, "dual_cross_attention is True; diffserve only supports .* without it"),
     ],
 )
 def test_refusal_says_field_value_and_fix(

@@ -202,7 +202,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     neighbour = engine.submit(controlled(Control("edges"), num_steps=1))
     for request, message in (
-        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; there are edges, torn, xl"),
+        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; the known ones are edges, torn, xl"),
         (controlled(Control("xl")), "ControlNet 'xl' cannot be used with sd15: it reads texts of 128 numbers"),
         (controlled(Control("torn")), "tensor 'conv_in.bias' is missing from"),
         (controlled(Control("cut")), "is not a complete safetensors file"),
@@ -211,7 +211,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         (controlled(Control("bare")), "for conditional rows only"),
         (
             controlled(Control("edges", preprocessor="openpose")),
-            "preprocessor is 'openpose'; there are none, canny",
+            "preprocessor is 'openpose'; use one of none, canny",
         ),
         (
             controlled(Control("edges"), control_images=(control_map(0, 64, 72),)),

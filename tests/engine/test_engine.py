@@ -75,7 +75,7 @@ def test_a_result_tells_how_it_was_made(make_engine: MakeEngine) -> None:
     assert (result.sampler, result.sigma_schedule, result.num_steps) == ("dpmpp_2m", "karras", 4)
     assert (result.num_evaluations, result.guidance_scale) == (6, 5.0)
     assert (result.model, result.model_digest) == (engine.info.model_id, engine.info.digest)
-    assert "eta 0.5 has no meaning for dpmpp_2m" in result.warnings[0]
+    assert "eta 0.5 was ignored, because dpmpp_2m does not use it" in result.warnings[0]
     timings = result.timings
     assert timings.denoise_s == pytest.approx(4 * timings.step_s)
     assert min(timings.queue_s, timings.encode_s) >= 0.0

@@ -199,7 +199,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     engine = Engine(model, EngineConfig())
     neighbour = engine.submit(lora_request("queries", seed=5))
     for tags, message in {
-        ("nowhere",): "there is no LoRA 'nowhere'; there are attention, everything",
+        ("nowhere",): "there is no LoRA 'nowhere'; the known ones are attention, everything",
         ("xl",): "LoRA 'xl' cannot be used: tensor ",
         ("torn",): "their ranks must be equal",
         ("turned",): "is OFT",

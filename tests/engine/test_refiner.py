@@ -180,8 +180,8 @@ def test_a_refiner_alone_repaints_pictures_as_in_diffusers(tiny_model: Callable[
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("embedded", "it paints 8 latent channels, the model 4"),
-        ("sd2", "asked as v_prediction"),
+        ("embedded", "it has 8 latent channels, the model 4"),
+        ("sd2", "its UNet uses v_prediction, that of the model epsilon"),
         ("inpaint9", "one of the two is an inpainting model"),
     ],
 )

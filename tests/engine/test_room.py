@@ -195,7 +195,7 @@ def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
     make_engine(activation_bytes=int(1.1 * needed_bytes)).runners.check_room(128, 128, True)
 
     tight = make_engine(activation_bytes=num_bytes // 100)
-    with pytest.raises(InvalidRequest, match=r"128x128 px takes \d+ MiB .* there are \d+ MiB: ask for \d+x\d+") as no:
+    with pytest.raises(InvalidRequest, match=r"128x128 px takes \d+ MiB .* \d+ MiB are free: ask for \d+x\d+") as no:
         tight.submit(image_request("sd15", "ddim", seed=3, num_steps=1, **size))
     assert (no.value.param, no.value.code) == ("size", "invalid_size")
     assert no.value.message.endswith("or raise engine.activation_bytes.")

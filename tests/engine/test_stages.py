@@ -180,14 +180,14 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
     wrong = [
         (replace(good, width_px=60), "width is 60 px"),
         (replace(good, best_of=3), "best_of is 3; it is not supported where another process"),
-        (image_request("sd15", "eular", 9), "'eular', which is not known"),
+        (image_request("sd15", "eular", 9), "'eular', which is unknown"),
     ]
     for request, message in wrong:
         with pytest.raises(InvalidRequest, match=message):
             of["encode"].submit(EncodeRequest(generation=request))
     elsewhere: list[tuple[str, ipc.AnyRequest]] = [("encode", good), ("decode", good)]
     for stage, work in [*elsewhere, ("all", EncodeRequest(generation=good))]:
-        with pytest.raises(InvalidRequest, match=r"its engine\.stage is another"):
+        with pytest.raises(InvalidRequest, match=r"its engine\.stage is different"):
             of[stage].submit(work)
     (*_, failed, last) = collect_events(of["denoise"], replace(good, prompt="what nobody has encoded"))
     assert (failed.code, last.code) == ("engine_unavailable", "engine_unavailable")

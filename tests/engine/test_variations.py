@@ -135,7 +135,7 @@ def test_seeds_that_cannot_be_are_named() -> None:
     with pytest.raises(InvalidRequest, match="variation_seed is -2; it must lie between 0 and") as refused:
         varied(7, -2, 0.3)
     assert refused.value.param == "variation_seed"
-    with pytest.raises(InvalidRequest, match="for the last of 2 images has 1 more"):
+    with pytest.raises(InvalidRequest, match=r"the last of 2 images uses variation_seed \+ 1"):
         varied(7, MAX_SEED, 0.3, num_images=2)
     request = varied(MAX_SEED, 3, 0.3, num_images=2)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerationRequest) == request

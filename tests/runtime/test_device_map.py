@@ -69,7 +69,7 @@ def test_wrong_values_name_themselves_and_the_way_out() -> None:
         EngineConfig(device_map="even")
     with pytest.raises(ConfigError, match="device_map is 'auto' and offload 'cpu'; give one of them"):
         EngineConfig(device_map="auto", offload="cpu")
-    with pytest.raises(ConfigError, match="leave out devices or device_map"):
+    with pytest.raises(ConfigError, match="omit devices or device_map"):
         load_settings(env={"DIFFSERVE_SERVE_DEVICES": "cpu,cpu", "DIFFSERVE_ENGINE_DEVICE_MAP": "auto"})
     with pytest.raises(ConfigError, match="torch finds only one device, cpu; it spreads a model over several GPUs"):
         load_model("embedded", device="cpu", dtype="float32", device_map="balanced")

@@ -51,7 +51,7 @@ def test_every_file_that_ships_is_listed_and_is_the_one_that_is_listed(name: str
 def test_flipped_bit_in_shipped_weights_is_found_at_load(name: str, file: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(SHIPPED[name], tmp_path / name))
     flip_a_bit(copy / file)
-    with pytest.raises(ModelLoadError, match=rf"{file} is damaged: .* copy it anew") as caught:
+    with pytest.raises(ModelLoadError, match=rf"{file} is damaged: .* copy it again") as caught:
         LOADERS[name](copy)
     assert "\n" not in caught.value.message
 

@@ -241,7 +241,7 @@ def test_studio_s_language_models_rest_as_the_settings_say() -> None:
 
 @pytest.mark.parametrize("mode", OFFLOADS)
 def test_the_choice_is_reported(mode: str) -> None:
-    assert choose_device("cpu", "float32", mode).reason.endswith(f"as asked; {RESTS[mode]}.")
+    assert choose_device("cpu", "float32", mode).reason.endswith(f"as configured; {RESTS[mode]}.")
     assert "rest" not in choose_device("cpu", "float32").reason
 
 

@@ -39,7 +39,7 @@ INT8_SHARE = 0.45 if cpu_bf16_unit() else 0.62
 def test_a_device_and_dtype_that_are_given_are_taken() -> None:
     choice = choose_device("cpu", "float32")
     assert (choice.device, choice.dtype, choice.compute_dtype) == (torch.device("cpu"), "float32", torch.float32)
-    assert choice.reason == "cpu, as asked; float32, as asked."
+    assert choice.reason == "cpu, as configured; float32, as configured."
 
 
 @pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])

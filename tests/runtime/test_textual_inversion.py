@@ -169,7 +169,7 @@ def test_file_that_is_no_word_is_returned_with_its_problem(tmp_path: Path, conte
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"there is no folder .*none; model.embeddings_dir names"):
+    with pytest.raises(ModelNotFound, match=r"there is no folder .*none; model.embeddings_dir must be the folder"):
         read_words(tmp_path / "none", [DIM])
 
 

@@ -55,16 +55,16 @@ def test_eta_that_exceeds_the_noise_of_a_step_is_refused() -> None:
 
 def test_eta_that_the_sampler_ignores_produces_a_warning() -> None:
     table = compile_table("dpmpp_2m", SD, 5, eta=0.5)
-    assert table.warnings == ("eta 0.5 has no meaning for dpmpp_2m and was not used",)
+    assert table.warnings == ("eta 0.5 was ignored, because dpmpp_2m does not use it",)
     assert compile_table("dpmpp_2m", SD, 5, eta=0.0).warnings == ()
 
 
 def test_unknown_spacing_and_sigma_schedule_are_refused_with_the_known_names() -> None:
-    with pytest.raises(UnknownSpacing, match="'lagging'; known are leading, linspace"):
+    with pytest.raises(UnknownSpacing, match="'lagging'; choose from leading, linspace"):
         compile_table("ddim", SD, 5, spacing="lagging")
-    with pytest.raises(UnknownSpacing, match="'kerras'; known are beta"):
+    with pytest.raises(UnknownSpacing, match="'kerras'; choose from beta"):
         compile_table("ddim", SD, 5, sigma_schedule="kerras")
-    with pytest.raises(UnsupportedOption, match="'one'; known are sigma_min, zero"):
+    with pytest.raises(UnsupportedOption, match="'one'; choose from sigma_min, zero"):
         compile_table("ddim", SD, 5, final_sigmas_type="one")
 
 
@@ -157,9 +157,9 @@ def test_betas_outside_zero_to_one_are_refused(betas: list[float]) -> None:
 
 
 def test_unknown_prediction_type_and_beta_schedule_are_refused() -> None:
-    with pytest.raises(UnsupportedOption, match="'flow'; known are epsilon, sample, v_prediction"):
+    with pytest.raises(UnsupportedOption, match="'flow'; choose from epsilon, sample, v_prediction"):
         NoiseSchedule(SD.alphas_cumprod, "flow")
-    with pytest.raises(UnsupportedOption, match="'laplace'; known are linear"):
+    with pytest.raises(UnsupportedOption, match="'laplace'; choose from linear"):
         make_betas("laplace", 10, 0.1, 0.2)
     with pytest.raises(BadNoiseSchedule, match="num_train_timesteps is 0"):
         make_betas("linear", 0, 0.1, 0.2)

@@ -66,7 +66,7 @@ def test_unknown_sampler_error_lists_the_closest_and_all_names() -> None:
 
 @pytest.mark.parametrize("name", ["", "karras", "!!!", "FlowMatchEulerDiscreteScheduler", "DPM++ SDE", "dpm2"])
 def test_unsupported_name_is_refused(name: str) -> None:
-    with pytest.raises(UnknownSampler, match="Known are ddim"):
+    with pytest.raises(UnknownSampler, match="Choose from ddim"):
         resolve_sampler(name)
 
 

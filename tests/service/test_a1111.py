@@ -217,7 +217,7 @@ SMALL = in_base64(picture(64, 64))
             {"prompt": "a fox", "subseed": [1], "subseed_strength": 0.2},
             "subseed is [1]; give a whole number",
         ),
-        ("txt2img", {"prompt": "a fox", "sampler_name": "DPM++ SDE Karras"}, "nearest here is 'dpmpp_2m_sde'"),
+        ("txt2img", {"prompt": "a fox", "sampler_name": "DPM++ SDE Karras"}, "closest supported one is 'dpmpp_2m_sde'"),
         ("txt2img", {"prompt": "a fox", "batch_size": 4, "n_iter": 4}, "batch_size times n_iter is 16; at most 10"),
         ("txt2img", {"prompt": "a fox", "styles": ["oil"]}, 'there is no style "oil"; there are none'),
         ("txt2img", {"prompt": "a fox", "width": 9, "height": 9}, "size is 9x9; each side must lie between"),

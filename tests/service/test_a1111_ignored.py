@@ -199,8 +199,8 @@ def test_each_listed_upscaler_enlarges_and_is_recorded_in_the_image(server: Runn
 @pytest.mark.slow
 def test_unsupported_constructs_of_every_prompt_are_in_the_header_and_the_answer(server: RunningServer) -> None:
     beginnings = {
-        "prompt": "'[cat|dog]' in the prompt changes nothing", "negative_prompt": "'[a:b:3]' in the negative prompt",
-        "hr_prompt": "'AND' in the prompt joins", "hr_negative_prompt": "'<hypernet:ink:1>' in the negative prompt was",
+        "prompt": "'[cat|dog]' in the prompt is not supported", "negative_prompt": "'[a:b:3]' in the negative prompt",
+        "hr_prompt": "'AND' in the prompt is", "hr_negative_prompt": "'<hypernet:ink:1>' in the negative prompt was",
     }  # fmt: skip
     body = {
         "prompt": "a [cat|dog]", "negative_prompt": "[a:b:3]", "hr_prompt": "a cat AND a dog", "steps": 2,

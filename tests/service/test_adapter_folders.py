@@ -271,7 +271,7 @@ def test_loras_that_no_model_can_use_are_listed_with_reasons_and_refused_by_name
             assert message.startswith(f"LoRA '{spelling}' cannot be used: ")
             assert reason.removeprefix("it ") in message
             assert str(folders) not in message
-    assert "there are a/twin, b/deep/twin, paper, style/ink" in refusal(server, "a fox <lora:nowhere>")
+    assert "the known ones are a/twin, b/deep/twin, paper, style/ink" in refusal(server, "a fox <lora:nowhere>")
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_lora_named_by_comfyui_generates_as_named_by_diffusers(server: RunningSe
 def test_lora_with_bundled_embeddings_is_used_without_them_and_says_so(server: RunningServer) -> None:
     answer = server.paint("a fox <lora:bundle>", size="64x64", num_steps=2, seed=3)
     [warning] = answer.json()["warnings"]
-    assert "the LoRA 'bundle' brings embeddings ('toy cat'), which are not loaded with it" in warning
+    assert "the LoRA 'bundle' contains embeddings ('toy cat'), which are not loaded with it" in warning
     assert pixels(files_of(answer)[0]) == pixels(paint(server, "a fox <lora:ink>"))
 
 
@@ -348,7 +348,7 @@ def test_controlnet_in_a_subfolder_is_found_by_its_path_and_by_its_name(server: 
         paint(server, "a fox", controlnets=[choice | {"name": name}]) for name in ("sd15/edges", "edges")
     )
     assert pixels(by_path) == pixels(by_name) != pixels(paint(server, "a fox"))
-    assert "there is no ControlNet 'nowhere'; there are sd15/edges." in refusal(
+    assert "there is no ControlNet 'nowhere'; the known ones are sd15/edges." in refusal(
         server, "a fox", controlnets=[choice | {"name": "nowhere"}]
     )
 

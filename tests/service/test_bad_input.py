@@ -28,7 +28,7 @@ BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"name": "../a"}, "controlnets", "invalid_value", "give a path below the folder"),
     ({"size": 1}, "controlnets[0].size", "invalid_value", "unknown field"),
     ({"resize": 1}, "controlnets[0].resize", "invalid_value", "1"),
-    ({}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
+    ({}, "controlnets", "unknown_controlnet", "start it with --controlnet-dir"),
 ]
 MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
@@ -151,7 +151,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("lora-path", {"loras": [{"name": "../ink"}]}, "loras", "invalid_value", "give a path below the folder"),
     ("lora-scale", {"loras": [{"name": "ink", "scale": 11}]}, "loras[0].scale", "invalid_value", "11"),
     ("loras-fifty", {"loras": [{"name": "ink"}] * 50}, "loras", "array_above_max_length", "at most 8"),
-    ("lora-unknown", {"loras": [{"name": "ink"}]}, "loras", "unknown_lora", "start with --lora-dir"),
+    ("lora-unknown", {"loras": [{"name": "ink"}]}, "loras", "unknown_lora", "start it with --lora-dir"),
     ("lora-tag", {"prompt": "a cat <lora:ink:nan>"}, "loras", "invalid_value", "nan"),
     ("control-alone", {"controlnets": {}}, "controlnets", "invalid_value", "list"),
     ("control-bare", {"controlnets": [{"name": "a"}]}, "controlnets[0].image", "missing_required_parameter", "missing"),
@@ -190,7 +190,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         (f"sampler-and-{name}", {"sampler": "DPM++ 2M Karras", name: "beta"}, "sampler", "invalid_value", "karras")
         for name in ("sigma_schedule", "scheduler")
     ),
-    ("seed-last", {"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "for the last of 2 images"),
+    ("seed-last", {"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "the last of 2 images uses seed + 1"),
     ("spacing", {"spacing": "warp"}, "spacing", "invalid_value", "warp"),
     ("sigma-schedule", {"sigma_schedule": "warp"}, "sigma_schedule", "invalid_value", "warp"),
     ("response-format", {"response_format": "exe"}, "response_format", "invalid_value", '"exe"'),

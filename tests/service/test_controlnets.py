@@ -87,7 +87,7 @@ async def at_the_page(url: str, upload: Path, file: bytes) -> None:
     try:
         fields = {"control": "edges", "control_scale": "0.8", "control_steps": "0-0.5", "preprocessor": "canny"}
         await page.finish(page.ask(**fields))
-        assert "has no picture to go by" in page.caption
+        assert "has no control image; choose one" in page.caption
         upload.write_bytes(b"no picture")
         assert 'role="alert"' in (await page.choose_control(upload))[1]
         upload.write_bytes(file)

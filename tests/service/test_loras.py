@@ -52,7 +52,7 @@ def test_an_image_with_a_lora_is_reproducible_and_an_added_lora_is_served(
             [image] = [model.capabilities.image for model in client.models() if model.capabilities is not None]
             assert image is not None
             assert image.loras == ("ink",)
-            with pytest.raises(InvalidRequest, match="there is no LoRA 'fur'; there are ink"):
+            with pytest.raises(InvalidRequest, match="there is no LoRA 'fur'; the known ones are ink"):
                 client.generate("a cat", loras=[{"name": "fur"}])
             save_file(lora_tensors(model, ATTENTION, 1, 80), folder / "fur.safetensors")
             new_image = client.generate("a cat", loras=[{"name": "fur", "scale": -0.5}], num_inference_steps=1, seed=1)

@@ -199,7 +199,7 @@ def test_the_command_line_withholds_blocked_images(
     assert ran("generate", "a fox", "-n", "2", *how, "a.png") == 1
     assert len(list(folder.glob("a*.png"))) == 1, "every second one is blocked"
     assert "is withheld: the safety filter blocked the image" in " ".join(capsys.readouterr().err.split())
-    for prompt, message in (("forbidden", "does not allow the prompt"), ("fall", "gives no answer")):
+    for prompt, message in (("forbidden", "does not allow the prompt"), ("fall", "does not respond")):
         assert ran("generate", prompt, *how, "b.png") != 0
         assert message in capsys.readouterr().err
     assert not (folder / "b.png").exists()

@@ -270,10 +270,11 @@ class ModelLoading:
         )
         if free + idle_bytes < needs:
             busy = [other.name for other in self._entries if other.engine is not None and not other.is_idle]
+            verb = "are" if len(busy) > 1 else "is"
             raise InsufficientMemory(
                 f"{entry.name} needs {format_bytes(needs)}, including a denoising step, and "
                 f"{format_bytes(free + idle_bytes)} are free"
-                + (f" while {', '.join(busy)} is in use: try again later" if busy else "")
+                + (f" while {', '.join(busy)} {verb} in use: try again later" if busy else "")
                 + "; choose a smaller model or dtype, or set engine.offload."
             )
         for other in idle:

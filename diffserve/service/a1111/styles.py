@@ -102,7 +102,7 @@ def with_styles(prompt: str, negative: str, names: Iterable[str], styles: Sequen
         if name in ("", "None"):
             continue
         if name not in by_name:
-            there = f"the known ones are {', '.join(by_name)}" if by_name else f"{FILE} has none"
+            there = f"the known ones are {', '.join(by_name)}" if by_name else f"there are none: add it to {FILE}"
             raise InvalidRequest(f"there is no style {show(name)}; {there[:200]}.", param="styles")
         prompt, negative = _add_style(by_name[name].prompt, prompt), _add_style(by_name[name].negative_prompt, negative)
     return prompt, negative

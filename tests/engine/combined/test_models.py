@@ -307,7 +307,7 @@ def test_a_model_comes_only_where_there_is_room_and_idle_ones_make_room(
     (failed,) = [event for event in events if event.request_id == refused.request_id]
     assert isinstance(failed, Failed)
     assert failed.code == InsufficientMemory.default_code
-    assert "beside other, third, at work" in failed.message
+    assert "while other, third are in use: try again later" in failed.message
     assert "MiB are free" in failed.message
     assert busy.request_id in {event.request_id for event in events if isinstance(event, Finished)}
 

@@ -240,9 +240,9 @@ def test_a_graph_says_what_leads_on_and_what_is_forced() -> None:
 
 
 def test_a_graph_with_a_dead_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing may follow 'b'"):
+    with pytest.raises(ConfigError, match="nothing can follow 'b'"):
         TokenConstraint([Arc("a", [1], "b")], start="a", ends=["c"], end_ids=[END])
-    with pytest.raises(ConfigError, match="nothing may follow 'a'"):
+    with pytest.raises(ConfigError, match="nothing can follow 'a'"):
         TokenConstraint([], start="a", ends=["c"], end_ids=[END])
 
 
