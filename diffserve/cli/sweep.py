@@ -205,15 +205,17 @@ def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
     candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
-    heads = ["cell", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
+    heads = ["cell", "evaluations", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]
     for cell in report.cells:
         values = (cell.value(measure) for measure in measures)
         texts = ["" if v is None else m.write(v.value) for m, v in zip(measures, values, strict=True)]
-        scale, step, rate = f"{cell.cell.guidance_scale:g}", f"{cell.step_ms.value:.1f}", f"{cell.images_per_s:.2f}"
-        rows.append([cell.cell.label, scale, *texts, step, rate])
+        settings = (cell.cell.label, f"{cell.evaluations:g}", f"{cell.cell.guidance_scale:g}")
+        rows.append([*settings, *texts, f"{cell.step_ms.value:.1f}", f"{cell.images_per_s:.2f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+    if report.checker is not None:
+        yield f"exact: {report.checker}, on {report.checker.count} images of known content"
     yield from (f"{finding.claim}: {finding.verdict}" for finding in report.findings)
     yield str(report.page)

@@ -6,14 +6,15 @@ paired, which makes their intervals narrower.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
+from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Estimate, Measure
 from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
@@ -60,7 +61,10 @@ class PictureSet:
 
 
 class Analysis:
-    """Estimates of measures over the records of a sweep in which every cell is complete.
+    """Estimates of measures over the records of a sweep.
+
+    Means use all images of a cell, differences the places that the cells share, and distances between sets the places
+    that all cells share, because these distances depend on the number of images.
 
     Args:
         plan: The plan of the sweep.
@@ -68,7 +72,8 @@ class Analysis:
         drawn: Features of rendered scenes of every prompt, ``None`` if the prompts cannot be rendered.
         set_values: Distances between sets, computed by the metrics library.
         seed_spread: Latent RMSE between converged images of one prompt and two seeds, by guidance.
-        places: Places to include, by default all of the plan.
+        places: Places to include if they are recorded, by default all of the plan.
+        checker: The checker's own error; ``None`` if prompts cannot be checked.
         least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
@@ -81,28 +86,41 @@ class Analysis:
         seed_spread: Mapping[float, float] | None = None,
         *,
         places: Sequence[Place] | None = None,
+        checker: CheckerError | None = None,
         least_groups: int = 1,
     ) -> None:
         places = plan.places if places is None else places
         self.plan = plan
+        self.checker = checker
         self.seed_spread = dict(seed_spread or {})
-        self._records = {cell: [cell_records[place] for place in places] for cell, cell_records in records.items()}
+        self._records = {
+            cell: {place: cell_records[place] for place in places if place in cell_records}
+            for cell, cell_records in records.items()
+        }
         self._drawn = drawn
         self._set_values = dict(set_values or {})
-        self._prompts = [place[0] for place in places]
-        self._groups = self._prompts if len(set(self._prompts)) > 1 else None
-        self._has_intervals = len(set(self._groups or places)) >= least_groups
+        self._least_groups = least_groups
+        self._common = self.shared_places(self._records)
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
         self._sets: dict[Cell, PictureSet] = {}
 
     def records(self, cell: Cell) -> list[ImageRecord]:
         """Return the cell's records in the order of the places."""
-        return self._records[cell]
+        return list(self._records[cell].values())
 
-    def values(self, cell: Cell, measure: Measure) -> Floats | None:
+    def shared_places(self, cells: Iterable[Cell]) -> tuple[Place, ...]:
+        """Return the places that all ``cells`` have images of, in the order of the plan."""
+        first, *others = [self._records[cell] for cell in cells]
+        return tuple(place for place in first if all(place in other for other in others))
+
+    def num_seeds(self, cells: Iterable[Cell]) -> int:
+        """Return the smallest number of seeds of a prompt among the places that all ``cells`` share."""
+        return min(Counter(prompt for prompt, _ in self.shared_places(cells)).values(), default=0)
+
+    def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
-        records = self._records[cell]
+        records = self.records(cell) if places is None else [self._records[cell][place] for place in places]
         if measure is Measure.EXACT:
             optional_values = [record.parts.exact if record.parts else None for record in records]
         else:
@@ -115,9 +133,18 @@ class Analysis:
     def estimate(self, cell: Cell, measure: Measure) -> Estimate | None:
         """Return the estimate of a cell's measure, or ``None`` if it was not measured."""
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
-            share = share_of([bool(hit) for hit in hits], self._groups)
-            return Estimate(share.share, share.low, share.high) if self._has_intervals else Estimate(share.share)
+            groups = self._groups(self.shared_places((cell,)))
+            share = share_of([bool(hit) for hit in hits], groups)
+            return Estimate(share.share, share.low, share.high) if self._has_interval(groups) else Estimate(share.share)
         return self.contrast({cell: 1}, measure)
+
+    def paired_values(self, cells: Iterable[Cell], measure: Measure) -> list[Floats] | None:
+        """Return a measure of the images of each cell at the places that all share, or ``None`` if one lacks it."""
+        cells = tuple(cells)
+        places = self.shared_places(cells)
+        values = [self.values(cell, measure, places) for cell in cells]
+        found = [cell_values for cell_values in values if cell_values is not None]
+        return found if len(found) == len(values) else None
 
     def contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
         """Estimate a weighted sum of a measure over cells, paired by image.
@@ -131,19 +158,33 @@ class Analysis:
         """
         if measure in SET_MEASURES:
             return self._set_contrast(weights, measure)
-        parts = [(weight, self.values(cell, measure)) for cell, weight in weights.items()]
-        if any(values is None for _, values in parts):
+        values = self.paired_values(weights, measure)
+        if values is None:
             return None
-        summed: Floats = np.sum([weight * values for weight, values in parts if values is not None], axis=0)
-        if not self._has_intervals:
-            return Estimate(float(summed.mean()))
-        return Estimate(float(summed.mean()), *bootstrap_interval(summed.tolist(), self._groups))
+        summed: Floats = np.sum([weight * part for weight, part in zip(weights.values(), values, strict=True)], axis=0)
+        mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
+        if not self._has_interval(groups):
+            return Estimate(mean)
+        low, high = bootstrap_interval(summed.tolist(), groups)
+        if measure is Measure.EXACT and low == high and len(weights) > 1:
+            width = 3 / len(set(groups))  # the rule of three, as in share_of: resampling equal values shows no spread
+            low, high = low - width, high + width
+        return Estimate(mean, low, high)
+
+    def _groups(self, places: Sequence[Place]) -> list[Place]:
+        """Return the bootstrap group of each place: its prompt, or for a single prompt the place itself."""
+        several = len({prompt for prompt, _ in places}) > 1
+        return [(prompt, 0) for prompt, _ in places] if several else list(places)
+
+    def _has_interval(self, groups: Sequence[Place]) -> bool:
+        return len(set(groups)) >= self._least_groups
 
     def picture_set(self, cell: Cell) -> PictureSet:
-        """Return the features of a cell's images."""
+        """Return the features of a cell's images at the places that all cells share."""
         if cell not in self._sets:
-            features = features_of(self._records[cell])
-            self._sets[cell] = PictureSet(features, self._prompts, len(self.plan.prompts))
+            features = features_of([self._records[cell][place] for place in self._common])
+            prompts = [prompt for prompt, _ in self._common]
+            self._sets[cell] = PictureSet(features, prompts, len(self.plan.prompts))
         return self._sets[cell]
 
     def reference_set(self, cell: Cell, measure: Measure) -> PictureSet | None:

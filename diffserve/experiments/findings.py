@@ -13,10 +13,17 @@ import msgspec
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.verdicts import (
+    LEAST_SEEDS,
+    NOT_DISTINGUISHABLE,
+    Judged,
+    Outcome,
+    count_wins,
+    judge_difference,
+)
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
-NOT_DISTINGUISHABLE = "not distinguishable"
 OTHERWISE = "otherwise"
 
 FEW_STEPS = 20
@@ -30,9 +37,6 @@ REPAIR = (
     "Where the limit itself is behind, more steps cannot help DDIM: it carries the network's errors along one path, "
     "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
 )
-
-Outcome = int
-"""Result of a comparison: 1 ahead, 0 not distinguishable, -1 behind."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -58,6 +62,7 @@ def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool)
             cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
     ddim, ddpm, dpm = (cells.get(name, {}) for name in ("ddim", "ddpm", "dpmpp_2m"))
     judge = _Judge(analysis)
+    has_seeds = analysis.num_seeds(analysis.plan.cells) >= LEAST_SEEDS
     findings = [
         _ahead_at_few_steps(judge, ddim, ddpm),
         _gains_more(judge, ddpm, ddim),
@@ -68,7 +73,7 @@ def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool)
     for finding in findings:
         if finding is not None:
             claim = f"At guidance {scale:g}: {finding.claim}" if with_scale else finding.claim
-            yield Finding(claim, finding.verdict, finding.evidence)
+            yield Finding(claim, finding.verdict if has_seeds else NOT_DISTINGUISHABLE, finding.evidence)
 
 
 class _Judge:
@@ -82,12 +87,12 @@ class _Judge:
         has_drawn = analysis.estimate(analysis.plan.cells[0], Measure.FRECHET) is not None
         self.measures = (Measure.EXACT, Measure.FRECHET if has_drawn else Measure.FRECHET_CONVERGED)
 
-    def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Estimate, Outcome]]:
-        """Yield each measure, its weighted sum over the cells, and whether it favors the cells of positive weight."""
+    def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Judged]]:
+        """Yield each measure and its judged weighted sum over the cells."""
         for measure in self.measures:
-            estimate = self.analysis.contrast(weights, measure)
-            if estimate is not None:
-                yield measure, estimate, estimate.sign * (1 if measure.more_is_better else -1)
+            judged = judge_difference(self.analysis, weights, measure)
+            if judged is not None:
+                yield measure, judged
 
     def compare(self, cell: Cell, other: Cell, names: tuple[str, str], lead: str = "") -> list[tuple[str, Outcome]]:
         """Describe the difference between two cells in one sentence per measure.
@@ -102,11 +107,21 @@ class _Judge:
             One (sentence, outcome for ``cell``) pair per measure.
         """
         comparisons = []
-        for measure, difference, outcome in self.contrasts({cell: 1, other: -1}):
+        for measure, judged in self.contrasts({cell: 1, other: -1}):
             values = f"{names[0]} {self.write(cell, measure)}, {names[1]} {self.write(other, measure)}"
-            words = describe_difference(names[0].split()[0], measure, difference, outcome)
-            comparisons.append((f"{lead}{measure.title}: {values}; {words}.", outcome))
+            words = describe_difference(names[0].split()[0], measure, judged)
+            more = "".join(f"; {text}" for text in self._more(cell, other, measure))
+            comparisons.append((f"{lead}{measure.title}: {values}; {words}{more}.", judged.outcome))
         return comparisons
+
+    def _more(self, cell: Cell, other: Cell, measure: Measure) -> Iterator[str]:
+        """Yield the pairwise wins, and for shares of matches the checker's own error."""
+        counts = count_wins(self.analysis, cell, other, measure)
+        if counts is not None:
+            num_pairs = len(self.analysis.shared_places((cell, other)))
+            yield f"{counts[0]} wins, {counts[1]} losses in {num_pairs} pairs"
+        if measure is Measure.EXACT and self.analysis.checker is not None:
+            yield str(self.analysis.checker)
 
     def write(self, cell: Cell, measure: Measure) -> str:
         """Format a cell's value of ``measure``."""
@@ -132,16 +147,16 @@ def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell
         return None
     ddpm_gain, ddim_gain = {ddpm[many]: 1.0, ddpm[few]: -1.0}, {ddim[many]: 1.0, ddim[few]: -1.0}
     far_more = {
-        measure: outcome > 0 for measure, _, outcome in judge.contrasts(ddpm_gain | _scaled(-FAR_MORE, ddim_gain))
+        measure: judged.outcome > 0 for measure, judged in judge.contrasts(ddpm_gain | _scaled(-FAR_MORE, ddim_gain))
     }
     evidence, outcomes = [], {}
-    for measure, difference, outcome in judge.contrasts(ddpm_gain | _scaled(-1, ddim_gain)):
-        outcomes[measure] = outcome
+    for measure, judged in judge.contrasts(ddpm_gain | _scaled(-1, ddim_gain)):
+        outcomes[measure] = judged.outcome
         changes = (
             f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
             for name, cells in (("ddpm", ddpm), ("ddim", ddim))
         )
-        gains = describe_gains(measure, difference, outcome, is_far_more=far_more[measure])
+        gains = describe_gains(measure, judged, is_far_more=far_more[measure])
         evidence.append(f"{measure.title}: {' and '.join(changes)}; {gains}.")
     if not outcomes:
         return None
@@ -247,37 +262,41 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
 
 
-def describe_difference(who: str, measure: Measure, difference: Estimate, outcome: Outcome) -> str:
+def describe_difference(who: str, measure: Measure, judged: Judged) -> str:
     """Describe a difference in words; the interval follows the wording, so "better by" has a positive interval.
 
     Args:
         who: Subject of the sentence.
         measure: The measure that was compared.
-        difference: Estimated difference.
-        outcome: Whether the subject is ahead, behind, or not distinguishable.
+        judged: The difference, and whether the subject is ahead, behind, or not distinguishable.
     """
-    amount = measure.write_difference(difference.value)
-    if outcome:
-        return f"{who} is {'better' if outcome > 0 else 'worse'} by {amount}{interval(_absolute(difference), measure)}"
+    difference, amount = judged.difference, measure.write_difference(judged.difference.value)
+    if judged.outcome:
+        word = "better" if judged.outcome > 0 else "worse"
+        return f"{who} is {word} by {amount}{interval(_absolute(difference), measure)}"
     relation = "level" if difference.value == 0 else f"{amount} {'higher' if difference.value > 0 else 'lower'}"
-    return f"{who} is {relation}, {_within_noise(difference, measure)}"
+    return f"{who} is {relation}, {_not_distinguishable(judged, measure)}"
 
 
-def describe_gains(measure: Measure, difference: Estimate, outcome: Outcome, *, is_far_more: bool) -> str:
+def describe_gains(measure: Measure, judged: Judged, *, is_far_more: bool) -> str:
     """Describe in words how much more DDPM gains than DDIM."""
-    amount = measure.write_difference(difference.value)
-    if not outcome:
-        return f"the gains differ by {amount}, {_within_noise(difference, measure)}"
+    difference, amount = judged.difference, measure.write_difference(judged.difference.value)
+    if not judged.outcome:
+        return f"the gains differ by {amount}, {_not_distinguishable(judged, measure)}"
     size = f"{amount}{interval(_absolute(difference), measure)}"
-    if outcome < 0:
+    if judged.outcome < 0:
         return f"ddpm gains less by {size}"
     return f"ddpm gains more by {size}, {'' if is_far_more else 'but not '}clearly more than twice as much"
 
 
-def _within_noise(estimate: Estimate, measure: Measure) -> str:
-    if estimate.low is None or estimate.high is None:
+def _not_distinguishable(judged: Judged, measure: Measure) -> str:
+    """Describe why a difference is not distinguishable from zero."""
+    difference = judged.difference
+    if difference.low is None or difference.high is None:
         return "with too few prompts for a confidence interval"
-    return f"within noise{interval(estimate, measure)}"
+    if judged.why_not:
+        return f"{judged.why_not}{interval(difference, measure)}"
+    return f"within noise{interval(difference, measure)}"
 
 
 def _absolute(estimate: Estimate) -> Estimate:

@@ -6,7 +6,7 @@ starting latents. For each guidance there is also a converged reference: DDIM wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import msgspec
@@ -140,6 +140,24 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return *self.cells, *self.references
 
     @property
+    def comparisons(self) -> tuple[tuple[Cell, Cell], ...]:
+        """(cell, baseline) pairs that differ on one axis only.
+
+        The baseline has the first sampler or guidance scale, or the most steps.
+        """
+        first, most = self.cells[0], max(self.steps)
+        pairs = []
+        for cell in self.cells:
+            for change in (
+                {"sampler": first.sampler},
+                {"num_steps": most},
+                {"guidance_scale": first.guidance_scale},
+            ):
+                baseline = msgspec.structs.replace(cell, **change)
+                pairs += [(cell, baseline)] if baseline != cell else []
+        return tuple(pairs)
+
+    @property
     def places(self) -> tuple[Place, ...]:
         """(prompt index, seed index) of every image of a cell."""
         return tuple(product(range(len(self.prompts)), range(self.num_seeds)))
@@ -201,6 +219,13 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"{info.train_timesteps} steps is the maximum.",
                     param=name,
                 )
+
+
+def cell_names(cells: Iterable[Cell]) -> dict[Cell, str]:
+    """Return the display names of ``cells``, which include the guidance only if there are several."""
+    cells = tuple(cells)
+    several = len({cell.guidance_scale for cell in cells}) > 1
+    return {cell: f"{cell.label}, guidance {cell.guidance_scale:g}" if several else cell.label for cell in cells}
 
 
 def canonical_sampler(text: str) -> str:

@@ -26,16 +26,17 @@ from diffserve.experiments.charts import (
     strip_grid,
     time_measures,
 )
-from diffserve.experiments.estimates import SET_MEASURES, Measure
+from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
 from diffserve.experiments.findings import Finding, find
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
-from diffserve.experiments.report_page import Section, write_markdown, write_page
+from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
 from diffserve.experiments.store import Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
+from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
 from diffserve.world.checker import SceneSpec
 
 if TYPE_CHECKING:
@@ -50,11 +51,13 @@ FEW_PICTURES = 64  # as many as there are features
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Results of a finished sweep: table rows, findings and the written files."""
+    """Results of a finished sweep: table rows, findings, comparisons, the checker's error and the written files."""
 
     plan: SweepPlan
     cells: tuple[CellSummary, ...]
     findings: tuple[Finding, ...]
+    comparisons: tuple[Comparison, ...]
+    checker: CheckerError | None
     files: tuple[Path, ...]
 
     @property
@@ -82,10 +85,12 @@ def write_report(
         check: The prompt checker.
         initial_machine: State of the machine when the sweep started.
     """
-    drawn = None if check.wishes is None else draw(check.wishes, *engine.info.good_sizes[0])
-    analysis = analyse(plan, store, drawn)
+    size = engine.info.good_sizes[0]
+    drawn = None if check.wishes is None else draw(check.wishes, *size)
+    checker = measure_checker(engine, check)
+    analysis = analyse(plan, store, drawn, checker)
     summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
-    findings = find(analysis)
+    findings, comparisons = find(analysis), tuple(compare_cells(analysis))
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
@@ -93,17 +98,26 @@ def write_report(
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
         "notes": _notes(plan, engine, drawn, check.why_not, initial_machine),
+        "checker": checker,
         "findings": findings,
+        "comparisons": comparisons,
         "fronts": _fronts(summaries),
         "cells": summaries,
     }
     outputs = _outputs(document, plan, analysis, summaries)
     for name, data in outputs.items():
         write_whole(store.folder / name, data)
-    return SweepReport(plan, summaries, findings, tuple(store.folder / name for name in outputs))
+    files = tuple(store.folder / name for name in outputs)
+    return SweepReport(plan, summaries, findings, comparisons, checker, files)
 
 
-def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis:
+def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
+    """Measure the checker's own error on rendered scenes after the model's autoencoder; see ``PromptCheck.error``."""
+    vae = engine.model.vae
+    return check.error(*engine.info.good_sizes[0], lambda pixels: vae.decode(vae.encode(pixels[None]))[0])
+
+
+def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None, checker: CheckerError | None = None) -> Analysis:
     """Build the analysis of all records, including distances between sets."""
     records = {cell: store.records(cell) for cell in plan.all_cells}
     without_distances = Analysis(plan, records, drawn)
@@ -112,7 +126,7 @@ def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis
         for cell, measure in product(records, SET_MEASURES)
         if (value := set_value(without_distances, cell, measure)) is not None
     }
-    return Analysis(plan, records, drawn, values, seed_spread(plan, store))
+    return Analysis(plan, records, drawn, values, seed_spread(plan, store), checker=checker)
 
 
 def _outputs(
@@ -121,13 +135,13 @@ def _outputs(
     """Render every file by name, the HTML page last."""
     title, facts = f"Sampler sweep of {document['model']['id']}", _facts(document, plan)
     findings, notes = document["findings"], document["notes"]
-    sections = sections_of(analysis, summaries)
+    sections, tables = sections_of(analysis, summaries), Tables(summaries, document["comparisons"], analysis.checker)
     return {
-        CSV: write_csv(summaries).encode(),
+        CSV: write_csv(summaries, analysis.checker).encode(),
         JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
         **files_of(analysis, summaries),
-        SUMMARY: write_markdown(title, facts, findings, OVERVIEW, summaries, notes).encode(),
-        PAGE: write_page(title, facts, findings, sections, summaries, notes).encode(),
+        SUMMARY: write_markdown(title, facts, findings, OVERVIEW, tables, notes).encode(),
+        PAGE: write_page(title, facts, findings, sections, tables, notes).encode(),
     }
 
 
@@ -200,6 +214,9 @@ def _notes(
         "Paired comparison: every cell generates the same prompts with the same seeds, and so from the same initial "
         "latents; each prompt has its own seeds. Intervals are 95 % bootstrap intervals over prompts: all images of a "
         "prompt are resampled together, and differences between cells are computed per image first.",
+        f"A difference is not distinguishable if its interval holds zero, with fewer than {LEAST_SEEDS} seeds per "
+        f"prompt, or for a gap between Frechet distances under {100 * LEAST_FRECHET_GAP:.1f} %, which retraining and "
+        "reseeding cause by themselves (arXiv 2606.20536). Intervals are not corrected for the number of comparisons.",
         "Converged: DDIM without added noise, same seed. Latent RMSE, PSNR and SSIM measure the similarity to that "
         "image. They favor DDIM, which converges to it; a sampler that adds noise finds another good image.",
         f"Frechet distance and KID are computed by torchmetrics, {num_images} images per cell, with a fixed network "
@@ -213,7 +230,7 @@ def _notes(
     ]
     if drawn is not None:
         each = len(drawn.features) // len(plan.prompts)
-        notes.insert(3, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
+        notes.insert(4, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
     if why_not is not None:
         notes.append(f"Prompt match and the distance to rendered scenes were not measured: {why_not}")
     if num_images <= FEW_PICTURES:

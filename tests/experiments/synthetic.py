@@ -17,9 +17,9 @@ Quality = Callable[[Cell], float]
 def plan_of(
     samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: int
 ) -> SweepPlan:
-    """Return a plan of 40 prompts, two seeds each unless ``options`` override them."""
+    """Return a plan of 40 prompts, three seeds each unless ``options`` override them."""
     prompts = tuple(f"prompt {index}" for index in range(options.pop("num_prompts", 40)))
-    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 2, **options})
+    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 3, **options})
 
 
 def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dict[tuple[int, int], ImageRecord]]:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from diffserve.experiments.findings import (
     AS_EXPECTED,
     IN_PART,
-    NOT_DISTINGUISHABLE,
     OTHERWISE,
     REPAIR,
     Finding,
     find,
 )
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.verdicts import NOT_DISTINGUISHABLE
 from tests.experiments.synthetic import analysis_of, plan_of
 
 PAPERS = {
@@ -81,7 +81,9 @@ def test_more_but_not_far_more_is_in_part() -> None:
 def test_the_interval_of_an_advantage_is_above_zero_whichever_way_the_measure_counts() -> None:
     for shares, word in ((PAPERS, "better"), (PAPERS | {("ddpm", 5): 1.0}, "worse")):
         line = findings(shares)[0].evidence[0]
-        ends = re.search(rf"ddim is {word} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\)\.", line)
+        ends = re.search(
+            rf"ddim is {word} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\); \d+ wins, \d+ losses", line
+        )
         assert ends is not None, line
         assert 0 < float(ends[1]) < float(ends[2])
 

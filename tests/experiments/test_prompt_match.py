@@ -67,7 +67,7 @@ def test_pictures_of_one_prompt_are_resampled_together() -> None:
 
 
 def test_pictures_and_prompts_come_in_pairs() -> None:
-    with pytest.raises(InvalidRequest, match="2 prompts for 1 pictures"):
+    with pytest.raises(InvalidRequest, match="2 prompts for 1 images"):
         match_prompts([render(PAIR)], ["a fox", "an owl"])
     with pytest.raises(InvalidRequest, match="0 prompts"):
         match_prompts([], [])

@@ -71,7 +71,7 @@ def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), (b"\n \n", "holds no prompts"), (b"\xff\xfe\x00", "not UTF-8")]
+    ("content", "message"), [(None, "No such file"), (b"\n \n", "has no prompts"), (b"\xff\xfe\x00", "not UTF-8")]
 )
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     file = tmp_path / "prompts.txt"

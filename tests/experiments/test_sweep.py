@@ -272,10 +272,10 @@ def run_main(*arguments: object) -> int:
         (["--prompts", "no-such-file.txt"], "cannot read prompts from 'no-such-file.txt': No such file or directory."),
         (["--seeds", "0"], "seeds is 0"),
         (["--steps", "5,1001"], "steps has 1001"),
-        (["--steps", "9" * 5000], "of 5000 digits; at most 18 are read"),
+        (["--steps", "9" * 5000], "of 5000 digits; at most 18 are allowed"),
         (["--guidance", "9" * 5000], "guidance_scale is inf"),
-        (["--prompts", "9" * 5000], "of 5000 digits; at most 18 are read"),
-        (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are painted"),
+        (["--prompts", "9" * 5000], "of 5000 digits; at most 18 are allowed"),
+        (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are allowed"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
         (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
         (["--prompts", "empty"], "'empty' has no prompts; write one per line."),
@@ -315,7 +315,7 @@ def test_a_sweep_that_another_edition_of_the_checker_read_is_not_gone_on_with(
     tiny: Engine, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "EDITION", EDITION + 1)
-    with pytest.raises(InvalidRequest, match="holds a sweep with other versions"):
+    with pytest.raises(InvalidRequest, match="has a sweep with other versions"):
         sweep(tiny, folder=small, **SMALL)
 
 

@@ -91,7 +91,7 @@ def test_the_estimate_includes_every_row_and_the_timed_images() -> None:
         ({"samplers": []}, "choose at least one"),
         ({"samplers": ["dimm"]}, "dimm"),
         ({"steps": ""}, "steps is empty"),
-        ({"steps": "5,,10"}, "leaves a value out"),
+        ({"steps": "5,,10"}, "has an empty value"),
         ({"steps": "five"}, "'five'"),
         ({"steps": "0"}, "^steps is 0"),
         ({"steps": "5, 5000"}, "1000 steps is the maximum"),
