@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,15 +25,20 @@ from diffserve.experiments.plan import (
     DEFAULT_STEPS,
     MAX_PROMPTS,
     SweepPlan,
+    double_looks,
     numbers,
+    read_differences,
     split_axis,
     whole_numbers,
 )
+from diffserve.experiments.power import DIFFERENCES
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
-from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
+from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
+
+DEFAULT_MAX_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,12 @@ class SweepOptions:
     first_seed: int
     reference_steps: int
     output: Path
+    detect: str | None = None
+    until_decided: bool = False
+    max_images: int = DEFAULT_MAX_IMAGES
+    max_minutes: float | None = None
+    previous: Path | None = None
+    plan_only: bool = False
 
 
 def run(options: SweepOptions, sources: SettingsOptions) -> int:
@@ -62,16 +74,15 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     settings = sources.load()
     plan = plan_of(options, settings)
     refuse_early(plan, options.output)
+    power = state_power(plan, options.previous)
+    if options.plan_only:
+        print("\n".join([_describe_plan(plan), *power]))
+        return 0
     check_prompts(plan, settings)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
-    console.print(
-        f"{len(plan.cells)} cells of {len(plan.places)} images plus the converged images: {plan.num_images:,} images, "
-        f"{plan.num_rows:,} UNet rows",
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print("\n".join([_describe_plan(plan), *power]), markup=False, soft_wrap=True)
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
             show = _ProgressBar(progress, plan)
@@ -80,7 +91,8 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
                 check()
                 show(now)
 
-            report = run_plan(engine, plan, options.output, report_progress)
+            note = partial(console.print, markup=False, soft_wrap=True)
+            report = run_plan(engine, plan, options.output, report_progress, options.max_minutes, note)
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
@@ -88,6 +100,14 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     for line in _lines(report):
         print(line)
     return 0
+
+
+def _describe_plan(plan: SweepPlan) -> str:
+    most = "at most " if len(plan.looks) > 1 else ""
+    return (
+        f"{len(plan.cells)} cells of {most}{len(plan.places)} images plus the converged images: {most}"
+        f"{plan.num_images:,} images, {plan.num_rows:,} UNet rows"
+    )
 
 
 def check_prompts(plan: SweepPlan, settings: Settings) -> None:
@@ -145,15 +165,20 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     profile = settings.model
     samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
-    seeds = 1 if gated else DEFAULT_SEEDS
+    seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
+    texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
+    looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
+    detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
     return SweepPlan(
         samplers=samplers if options.samplers is None else split_axis(options.samplers, "--samplers"),
         steps=steps if options.steps is None else whole_numbers(options.steps, "--steps"),
         guidance=(profile.guidance_scale,) if options.guidance is None else numbers(options.guidance, "--guidance"),
-        prompts=held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts)),
-        num_seeds=seeds if options.num_seeds is None else options.num_seeds,
+        prompts=texts,
+        num_seeds=looks[-1] if looks else seeds,
         first_seed=options.first_seed,
         reference_steps=None if gated else options.reference_steps,
+        looks=looks,
+        detect=dict(detect),
     )
 
 
@@ -184,7 +209,7 @@ class _ProgressBar:
         if self._started_s is None:
             self._started_s = time.monotonic()
             done = self._plan.num_rows - now.num_rows
-            if done:
+            if done > 0 and not self._plan.looks:
                 self._print(f"{100 * done / self._plan.num_rows:.0f} % of the work is already done and is not repeated")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:

@@ -27,8 +27,10 @@ from diffserve.experiments.intervals import (
     share_of,
 )
 from diffserve.experiments.plan import Cell, Place, SweepPlan
+from diffserve.experiments.power import look_bounds, repeated_interval, unit_means
 from diffserve.experiments.records import ImageRecord, features_of
 
+LEAST_UNITS = 3
 LEAST_PROMPTS = 8
 """Minimum number of prompts for an interval of a set distance; fewer give no useful bootstrap estimate."""
 
@@ -109,6 +111,10 @@ class Analysis:
         """Return the cell's records in the order of the places."""
         return list(self._records[cell].values())
 
+    def record(self, cell: Cell, place: Place) -> ImageRecord | None:
+        """Return the record of an image, or ``None`` if there is none."""
+        return self._records[cell].get(place)
+
     def shared_places(self, cells: Iterable[Cell]) -> tuple[Place, ...]:
         """Return the places that all ``cells`` have images of, in the order of the plan."""
         first, *others = [self._records[cell] for cell in cells]
@@ -117,6 +123,10 @@ class Analysis:
     def num_seeds(self, cells: Iterable[Cell]) -> int:
         """Return the smallest number of seeds of a prompt among the places that all ``cells`` share."""
         return min(Counter(prompt for prompt, _ in self.shared_places(cells)).values(), default=0)
+
+    def num_units(self, cells: Iterable[Cell]) -> int:
+        """Return the number of units of a difference: the prompts, or the seeds of a single prompt."""
+        return len(set(self._groups(self.shared_places(cells))))
 
     def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
@@ -165,11 +175,34 @@ class Analysis:
         mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
         if not self._has_interval(groups):
             return Estimate(mean)
-        low, high = bootstrap_interval(summed.tolist(), groups)
+        bound = self._bound(weights)
+        if bound is None:
+            low, high = bootstrap_interval(summed.tolist(), groups)
+        else:
+            low, high = repeated_interval(summed, groups, bound)
         if measure is Measure.EXACT and low == high and len(weights) > 1:
             width = 3 / len(set(groups))  # the rule of three, as in share_of: resampling equal values shows no spread
             low, high = low - width, high + width
         return Estimate(mean, low, high)
+
+    def deviation(self, cells: tuple[Cell, Cell], measure: Measure) -> float | None:
+        """Return the standard deviation of the units' mean differences between two cells; see ``power``.
+
+        Returns:
+            The deviation, or ``None`` for distances between sets, a missing measure, or fewer than 3 units.
+        """
+        values = None if measure in SET_MEASURES else self.paired_values(cells, measure)
+        groups = self._groups(self.shared_places(cells))
+        if values is None or len(set(groups)) < LEAST_UNITS:
+            return None
+        return float(unit_means(values[0] - values[1], groups).std(ddof=1))
+
+    def _bound(self, weights: Mapping[Cell, float]) -> float | None:
+        """Return the bound of the last look at a difference of cells, ``None`` if there is a single look."""
+        looks, num_seeds = self.plan.looks, self.num_seeds(weights)
+        if len(looks) < 2 or len(weights) < 2:
+            return None
+        return look_bounds(looks)[max(sum(look <= num_seeds for look in looks) - 1, 0)]
 
     def _groups(self, places: Sequence[Place]) -> list[Place]:
         """Return the bootstrap group of each place: its prompt, or for a single prompt the place itself."""
@@ -208,6 +241,8 @@ class Analysis:
             return Estimate(value)
         replicates: Floats = np.sum([w * self._set_replicates(cell, measure) for cell, w in weights.items()], axis=0)
         low, high = np.quantile(replicates - replicates.mean(), [0.025, 0.975]) + value
+        if (bound := self._bound(weights)) is not None:
+            low, high = value - bound * replicates.std(), value + bound * replicates.std()
         if len(weights) == 1 and measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
             low = max(0.0, low)
         return Estimate(value, float(low), float(high))

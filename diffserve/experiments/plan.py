@@ -6,7 +6,8 @@ starting latents. For each guidance there is also a converged reference: DDIM wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED
 from diffserve.api.types import DiffusionParams, GenerationRequest, ModelInfo
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.power import ASSUMED_DEVIATIONS, DIFFERENCES
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
 DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")
@@ -89,6 +92,10 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         num_seeds: Images per prompt.
         first_seed: Image s of prompt p has the seed ``first_seed + p * num_seeds + s`` in every cell.
         reference_steps: DDIM steps of the converged image, ``None`` for no converged images.
+        looks: Seeds per prompt after which the verdicts are looked at, increasing up to ``num_seeds``; a cell whose
+            verdicts are decided gets no more images. Empty: all seeds, and one look.
+        detect: Differences of interest by the name of the measure. They decide when a verdict is open, and a
+            difference that is certainly smaller counts as equivalence.
 
     Raises:
         InvalidRequest: An axis is empty or too long, a value is out of range, or a sampler is unknown.
@@ -101,6 +108,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_seeds: int = DEFAULT_SEEDS
     first_seed: int = 0
     reference_steps: int | None = REFERENCE_STEPS
+    looks: tuple[int, ...] = ()
+    detect: dict[str, float] = msgspec.field(default_factory=lambda: dict(DIFFERENCES))
 
     def __post_init__(self) -> None:
         for name in ("samplers", "steps", "guidance", "prompts"):
@@ -113,6 +122,9 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check_range("prompts", len(self.prompts), 1, MAX_PROMPTS)
         _check_range("seeds", self.num_seeds, 1, MAX_PICTURES // len(self.prompts))
         _check_range("seed", self.first_seed, 0, MAX_SEED - len(self.prompts) * self.num_seeds)
+        if self.looks and (list(self.looks) != sorted(set(self.looks)) or self.looks[-1] != self.num_seeds):
+            raise InvalidRequest(f"looks is {self.looks}; give increasing seeds per prompt up to {self.num_seeds}.")
+        _check_differences(self.detect)
         if self.reference_steps is not None:
             _check_range("reference_steps", self.reference_steps, 1, None)
         for text in sorted(samplers):
@@ -176,6 +188,10 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def num_rows(self) -> int:
         """Total UNet rows, including the images that are timed alone."""
         return self.num_painted_rows + TIMED_ROUNDS * sum(cell.rows for cell in self.all_cells)
+
+    def places_until(self, num_seeds: int) -> tuple[Place, ...]:
+        """Return the places of the first ``num_seeds`` seeds of each prompt."""
+        return tuple(place for place in self.places if place[1] < num_seeds)
 
     def reference_of(self, cell: Cell) -> Cell | None:
         """Return the converged cell that ``cell`` is compared with, ``None`` for a converged cell itself."""
@@ -245,6 +261,47 @@ def canonical_sampler(text: str) -> str:
     except ScheduleError as error:
         raise InvalidRequest(str(error), param="samplers", code="unknown_sampler") from None
     return name if sigma_schedule is None else f"{name} {sigma_schedule}"
+
+
+def double_looks(first: int, num_prompts: int, max_images: int) -> tuple[int, ...]:
+    """Return seeds per prompt that double from ``first`` as long as a cell has at most ``max_images`` images.
+
+    Raises:
+        InvalidRequest: The first look exceeds ``max_images``.
+    """
+    if first * num_prompts > max_images:
+        raise InvalidRequest(
+            f"--max-images is {max_images}; {num_prompts} prompts with {first} seeds start with {first * num_prompts} "
+            f"images per cell, so give at least {first * num_prompts}.",
+            param="max_images",
+        )
+    looks = [first]
+    while first > 0 and 2 * looks[-1] * num_prompts <= max_images:
+        looks.append(2 * looks[-1])
+    return tuple(looks)
+
+
+def read_differences(text: str, name: str) -> dict[str, float]:
+    """Parse differences of interest such as "exact=5,psnr_db=0.5"; shares of matches are in percentage points.
+
+    Raises:
+        InvalidRequest: A measure is unknown, or a difference is not a positive number.
+    """
+    differences = {}
+    for part in split_axis(text, name):
+        measure, _, value = (field.strip() for field in part.partition("="))
+        differences[measure] = _number(value, name) / (100 if measure == Measure.EXACT.value else 1)
+    _check_differences(differences)
+    return differences
+
+
+def _check_differences(differences: Mapping[str, float]) -> None:
+    known = [measure.value for measure in ASSUMED_DEVIATIONS]
+    for measure, value in differences.items():
+        if measure not in known:
+            raise InvalidRequest(f"detect has {quote(measure)}; the measures are {', '.join(known)}.", param="detect")
+        if not 0 < value < math.inf:
+            raise InvalidRequest(f"detect has {value:g} for {measure}; give a number above 0.", param="detect")
 
 
 def _check_range(name: str, value: int, minimum: int, maximum: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.charts import (
@@ -27,12 +29,12 @@ from diffserve.experiments.charts import (
     time_measures,
 )
 from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
-from diffserve.experiments.findings import Finding, find
+from diffserve.experiments.findings import Finding, find, join_numbers
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
-from diffserve.experiments.records import SoloTime
+from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
 from diffserve.experiments.store import Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
@@ -111,6 +113,46 @@ def write_report(
     return SweepReport(plan, summaries, findings, comparisons, checker, files)
 
 
+def records_of_looks(plan: SweepPlan, records: Mapping[Place, ImageRecord]) -> dict[Place, ImageRecord]:
+    """Return a cell's records up to the last look that is complete."""
+    for num_seeds in reversed(plan.looks or (plan.num_seeds,)):
+        places = plan.places_until(num_seeds)
+        if all(place in records for place in places):
+            return {place: records[place] for place in places}
+    return dict(records)
+
+
+def read_deviations(previous: Path, num_seeds: int) -> dict[tuple[Cell, Cell, str], float]:
+    """Read the deviations of comparisons from a report.json or the folder that holds it.
+
+    Deviations of reports with more seeds per prompt are scaled up for ``num_seeds``, as if they were due to the seeds
+    alone; those of reports with fewer seeds are not scaled down. Both errors are on the safe side.
+
+    Raises:
+        InvalidRequest: The file cannot be read or is not a report with comparisons.
+    """
+    file = previous / JSON if previous.is_dir() else previous
+    try:
+        document = msgspec.json.decode(file.read_bytes(), type=_PreviousReport)
+    except (OSError, msgspec.MsgspecError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a report with comparisons"
+        raise InvalidRequest(f"cannot read {str(file)!r}: {why}.", param="previous") from None
+    num_prompts = len(document.plan.prompts)
+    return {
+        (each.cell, each.baseline, each.measure): each.deviation
+        * math.sqrt(max(1.0, each.num_pairs / num_prompts / num_seeds))
+        for each in document.comparisons
+        if each.deviation is not None
+    }
+
+
+class _PreviousReport(msgspec.Struct):
+    """The part of a report.json that the power of the next sweep follows from."""
+
+    plan: SweepPlan
+    comparisons: tuple[Comparison, ...]
+
+
 def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
     """Measure the checker's own error on rendered scenes after the model's autoencoder; see ``PromptCheck.error``."""
     vae = engine.model.vae
@@ -119,7 +161,7 @@ def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
 
 def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None, checker: CheckerError | None = None) -> Analysis:
     """Build the analysis of all records, including distances between sets."""
-    records = {cell: store.records(cell) for cell in plan.all_cells}
+    records = {cell: records_of_looks(plan, store.records(cell)) for cell in plan.all_cells}
     without_distances = Analysis(plan, records, drawn)
     values = {
         (cell, measure): value
@@ -193,10 +235,12 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
+    counts = sorted({summary.num_images for summary in document["cells"]})
+    num_images = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     load = f", load {machine['load_average'][0]:.1f} at the start" if machine["load_average"] else ""
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
-        "cells": f"{len(plan.cells)}, {len(plan.places)} images each",
+        "cells": f"{len(plan.cells)}, {num_images} images each",
         "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
@@ -209,7 +253,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
 def _notes(
     plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, initial_machine: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    num_images = len(plan.places)
+    num_images = len(plan.places_until(plan.looks[0] if plan.looks else plan.num_seeds))
     notes = [
         "Paired comparison: every cell generates the same prompts with the same seeds, and so from the same initial "
         "latents; each prompt has its own seeds. Intervals are 95 % bootstrap intervals over prompts: all images of a "
@@ -228,6 +272,13 @@ def _notes(
         "is charged its share of every tick that it was part of, by rows, while the cells shared the engine.",
         "The Pareto front uses only the values; check the intervals before you trust a small difference.",
     ]
+    if len(plan.looks) > 1:
+        notes.append(
+            f"Verdicts were looked at after {join_numbers(plan.looks)} seeds per prompt; cells without an open verdict "
+            "got no more images. Intervals of differences are repeated confidence intervals with the bounds of Lan and "
+            "DeMets (1983) for spending like O'Brien and Fleming's: all looks together have the level of 5 %. "
+            "Distances between sets use the images that all cells have."
+        )
     if drawn is not None:
         each = len(drawn.features) // len(plan.prompts)
         notes.insert(4, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
@@ -297,9 +348,8 @@ def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
     """Return the stored PNG thumbnails of the first prompts by cell."""
     shown = []
     for prompt in range(len(analysis.plan.prompts)):
-        index = analysis.plan.places.index((prompt, 0))
-        optional_thumbnails = {cell: analysis.records(cell)[index].thumbnail for cell in analysis.plan.all_cells}
-        thumbnails = {cell: thumbnail for cell, thumbnail in optional_thumbnails.items() if thumbnail is not None}
+        records = {cell: analysis.record(cell, (prompt, 0)) for cell in analysis.plan.all_cells}
+        thumbnails = {cell: record.thumbnail for cell, record in records.items() if record and record.thumbnail}
         if not thumbnails:
             break
         shown.append(thumbnails)

@@ -6,15 +6,17 @@ A difference is not distinguishable from zero if its 95 % interval holds zero, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, cell_names
+from diffserve.experiments.power import detectable_difference
 
-BETTER, WORSE, NOT_DISTINGUISHABLE = "better", "worse", "not distinguishable"
+BETTER, WORSE, EQUIVALENT, NOT_DISTINGUISHABLE = "better", "worse", "equivalent", "not distinguishable"
+DECIDED = (BETTER, WORSE, EQUIVALENT)
 LEAST_SEEDS = 3
 LEAST_FRECHET_GAP = 0.013
 """Relative gap between Frechet distances that retraining and reseeding a model cause (arXiv 2606.20536)."""
@@ -45,7 +47,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         num_pairs: Number of image pairs with the same prompt and seed.
         wins: Pairs in which the cell's image is better; ``None`` for distances between sets.
         losses: Pairs in which the baseline's image is better; ``None`` for distances between sets.
-        verdict: ``BETTER``, ``WORSE`` or ``NOT_DISTINGUISHABLE``.
+        deviation: Standard deviation of the prompts' mean differences, from which power follows.
+        detectable: Smallest difference that these images detect with a power of 80 % at a level of 5 %.
+        margin: Difference below which the cells are equivalent, ``None`` if the plan states none.
+        verdict: ``BETTER``, ``WORSE``, ``EQUIVALENT`` (the interval is within the margin) or ``NOT_DISTINGUISHABLE``.
         why_not: Why an interval without zero is no verdict; "" if nothing forbids one.
     """
 
@@ -56,6 +61,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     num_pairs: int
     wins: int | None
     losses: int | None
+    deviation: float | None
+    detectable: float | None
+    margin: float | None
     verdict: str
     why_not: str = ""
 
@@ -96,13 +104,17 @@ def count_wins(analysis: Analysis, cell: Cell, baseline: Cell, measure: Measure)
     return int((ahead > 0).sum()), int((ahead < 0).sum())
 
 
-def compare_cells(analysis: Analysis) -> Iterator[Comparison]:
-    """Yield the comparisons of the plan, in every measure that both cells have."""
+def compare_cells(analysis: Analysis, measures: Iterable[Measure] = Measure) -> Iterator[Comparison]:
+    """Yield the comparisons of the plan, in each of ``measures`` that both cells have."""
+    measures = tuple(measures)
     for cell, baseline in analysis.plan.comparisons:
-        for measure in Measure:
+        for measure in measures:
             judged = judge_difference(analysis, {cell: 1, baseline: -1}, measure)
             if judged is None:
                 continue
+            margin = analysis.plan.detect.get(measure.value)
+            deviation = analysis.deviation((cell, baseline), measure)
+            num_units = analysis.num_units((cell, baseline))
             wins, losses = count_wins(analysis, cell, baseline, measure) or (None, None)
             yield Comparison(
                 cell=cell,
@@ -112,15 +124,34 @@ def compare_cells(analysis: Analysis) -> Iterator[Comparison]:
                 num_pairs=len(analysis.shared_places((cell, baseline))),
                 wins=wins,
                 losses=losses,
-                verdict={1: BETTER, -1: WORSE, 0: NOT_DISTINGUISHABLE}[judged.outcome],
+                deviation=deviation,
+                detectable=None if deviation is None else detectable_difference(deviation, num_units),
+                margin=margin,
+                verdict=_verdict(judged, margin),
                 why_not=judged.why_not,
             )
+
+
+def _verdict(judged: Judged, margin: float | None) -> str:
+    low, high = judged.difference.low, judged.difference.high
+    if judged.outcome:
+        return BETTER if judged.outcome > 0 else WORSE
+    if not judged.why_not and margin is not None and low is not None and high is not None:
+        return EQUIVALENT if -margin < low and high < margin else NOT_DISTINGUISHABLE
+    return NOT_DISTINGUISHABLE
+
+
+def open_comparisons(analysis: Analysis) -> list[Comparison]:
+    """Return the comparisons without a decision, in the measures that the plan should detect."""
+    comparisons = compare_cells(analysis, [Measure(name) for name in analysis.plan.detect])
+    return [comparison for comparison in comparisons if comparison.verdict not in DECIDED]
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]:
     """Format comparisons in the ``SHOWN`` measures as rows of text, the heads first."""
     names = cell_names(cell for comparison in comparisons for cell in (comparison.cell, comparison.baseline))
-    rows: list[tuple[str, ...]] = [("comparison", "measure", "difference", "wins, losses of pairs", "verdict")]
+    heads = ("comparison", "measure", "difference", "detectable", "wins, losses of pairs", "verdict")
+    rows: list[tuple[str, ...]] = [heads]
     for comparison in comparisons:
         measure, difference = Measure(comparison.measure), comparison.difference
         if measure not in SHOWN:
@@ -131,6 +162,9 @@ def comparison_table(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]
             text += f" ({factor * difference.low:.3g} to {factor * difference.high:.3g})"
         wins = "" if comparison.wins is None else f"{comparison.wins}, {comparison.losses} of {comparison.num_pairs}"
         verdict = f"{comparison.verdict}: {comparison.why_not}" if comparison.why_not else comparison.verdict
+        if comparison.verdict == EQUIVALENT and comparison.margin is not None:
+            verdict += f" within {measure.write_difference(comparison.margin)}"
         pair = f"{names[comparison.cell]} against {names[comparison.baseline]}"
-        rows.append((pair, measure.short_title, text, wins, verdict))
+        detectable = "" if comparison.detectable is None else measure.write_difference(comparison.detectable)
+        rows.append((pair, measure.short_title, text, detectable, wins, verdict))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ Quality = Callable[[Cell], float]
 
 
 def plan_of(
-    samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: int
+    samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: Any
 ) -> SweepPlan:
     """Return a plan of 40 prompts, three seeds each unless ``options`` override them."""
     prompts = tuple(f"prompt {index}" for index in range(options.pop("num_prompts", 40)))

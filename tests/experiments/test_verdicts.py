@@ -109,9 +109,9 @@ def test_the_checker_errs_on_damaged_images_and_not_on_rendered_ones() -> None:
 def test_the_table_of_comparisons_names_both_cells_and_travels_as_json() -> None:
     comparisons = tuple(compare_cells(analysis_of(PLAN, exact)))
     heads, *rows = comparison_table(comparisons)
-    assert len(heads) == 5
+    assert len(heads) == 6
     assert rows[2][0] == "ddpm 10 against ddim 10"
     assert rows[2][2].startswith("-40.0 points (-")
-    assert rows[2][4] == WORSE
+    assert rows[2][5] == WORSE
     decoded = msgspec.json.decode(msgspec.json.encode(comparisons), type=tuple[Comparison, ...])
     assert decoded == comparisons

@@ -56,6 +56,40 @@ def sweep(
     reference_steps: Annotated[
         int, typer.Option("--reference-steps", help="DDIM steps of the reference images.", metavar="N")
     ] = 200,
+    detect: Annotated[
+        str | None,
+        typer.Option(
+            "--detect",
+            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse).",
+            metavar="MEASURE=DIFFERENCE,...",
+        ),
+    ] = None,
+    until_decided: Annotated[
+        bool,
+        typer.Option("--until-decided", help="Add seeds to cells with an open verdict, up to --max-images."),
+    ] = False,
+    max_images: Annotated[
+        int, typer.Option("--max-images", help="With --until-decided: largest number of images per cell.", metavar="N")
+    ] = 1024,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--max-minutes",
+            help="With --until-decided: add no images after this time; the first ones are always completed.",
+            metavar="MINUTES",
+        ),
+    ] = None,
+    previous: Annotated[
+        Path | None,
+        typer.Option(
+            "--previous",
+            help="Report of an earlier sweep, from which the needed number of images is computed.",
+            metavar="DIR",
+        ),
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Only print the cost and the differences that can be detected.")
+    ] = False,
     gate: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +118,10 @@ def sweep(
     compared with its prompt and with the converged image of its seed; the images of each cell are also compared with
     reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
 
+    Before it starts, the sweep states which differences the images can detect (80 % power, 5 % level), and how many
+    are needed for those of --detect. With --until-decided, verdicts are looked at after 1, 2, 4, ... times --seeds
+    images of each prompt, with bounds that keep the level of 5 % over all looks; decided cells get no more images.
+
     Ctrl-C keeps finished images; the same command continues. More samplers or steps extend the report. The defaults
     generate 4,096 images, about 35 minutes with the embedded model on two cores.
 
@@ -97,10 +135,15 @@ def sweep(
 
     options = SweepOptions(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
-        reference_steps=reference_steps, output=output,
+        reference_steps=reference_steps, output=output, detect=detect, until_decided=until_decided,
+        max_images=max_images, max_minutes=max_minutes, previous=previous, plan_only=plan_only,
     )  # fmt: skip
+    if not until_decided and max_minutes is not None:
+        raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
+        if until_decided or plan_only:
+            raise InvalidRequest("--until-decided and --plan-only are for sweeps; leave them out with --gate.")
         from diffserve.cli.gate import GateOptions
         from diffserve.cli.gate import run as run_gate
 
