@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
+from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
@@ -26,10 +27,7 @@ from diffserve.experiments.plan import (
     MAX_PROMPTS,
     SweepPlan,
     double_looks,
-    numbers,
     read_differences,
-    split_axis,
-    whole_numbers,
 )
 from diffserve.experiments.power import DIFFERENCES
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
@@ -53,6 +51,7 @@ class SweepOptions:
     first_seed: int
     reference_steps: int
     output: Path
+    axes: tuple[str, ...] = ()
     detect: str | None = None
     until_decided: bool = False
     max_images: int = DEFAULT_MAX_IMAGES
@@ -162,6 +161,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
+    axes = _read_axes(options)
     profile = settings.model
     samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
@@ -170,9 +170,10 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
     detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
     return SweepPlan(
-        samplers=samplers if options.samplers is None else split_axis(options.samplers, "--samplers"),
-        steps=steps if options.steps is None else whole_numbers(options.steps, "--steps"),
-        guidance=(profile.guidance_scale,) if options.guidance is None else numbers(options.guidance, "--guidance"),
+        samplers=split_axis(axes.pop("samplers"), "--samplers") if "samplers" in axes else samplers,
+        steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
+        guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
+        axes={name: read_values(name, text) for name, text in axes.items()},
         prompts=texts,
         num_seeds=looks[-1] if looks else seeds,
         first_seed=options.first_seed,
@@ -180,6 +181,22 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         looks=looks,
         detect=dict(detect),
     )
+
+
+def _read_axes(options: SweepOptions) -> dict[str, str]:
+    """Return the text of each given axis by its name, including those with options of their own.
+
+    Raises:
+        InvalidRequest: An axis is unknown or given twice.
+    """
+    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = {name: text for name, text in given.items() if text is not None}
+    for text in options.axes:
+        name, values = read_axis(text)
+        if name in axes:
+            raise InvalidRequest(f"the axis {name} is given twice; write all of its values in one option.", param=name)
+        axes[name] = values
+    return axes
 
 
 def make_progress(console: Console) -> Progress:

@@ -26,7 +26,7 @@ from diffserve.experiments.intervals import (
     resamples,
     share_of,
 )
-from diffserve.experiments.plan import Cell, Place, SweepPlan
+from diffserve.experiments.plan import Cell, Place, SweepPlan, Target
 from diffserve.experiments.power import look_bounds, repeated_interval, unit_means
 from diffserve.experiments.records import ImageRecord, features_of
 
@@ -73,7 +73,7 @@ class Analysis:
         records: Records by cell and place.
         drawn: Features of rendered scenes of every prompt, ``None`` if the prompts cannot be rendered.
         set_values: Distances between sets, computed by the metrics library.
-        seed_spread: Latent RMSE between converged images of one prompt and two seeds, by guidance.
+        seed_spread: Latent RMSE between converged images of one prompt and two seeds, by target.
         places: Places to include if they are recorded, by default all of the plan.
         checker: The checker's own error; ``None`` if prompts cannot be checked.
         least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
@@ -85,7 +85,7 @@ class Analysis:
         records: Mapping[Cell, Mapping[Place, ImageRecord]],
         drawn: PictureSet | None = None,
         set_values: SetValues | None = None,
-        seed_spread: Mapping[float, float] | None = None,
+        seed_spread: Mapping[Target, float] | None = None,
         *,
         places: Sequence[Place] | None = None,
         checker: CheckerError | None = None,

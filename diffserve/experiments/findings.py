@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import write_settings
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.verdicts import (
@@ -48,18 +49,25 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def find(analysis: Analysis) -> tuple[Finding, ...]:
-    """Evaluate every claim that the cells of this sweep can answer, for each guidance scale."""
-    scales = dict.fromkeys(cell.guidance_scale for cell in analysis.plan.cells)
+    """Evaluate every claim that the cells of this sweep can answer, for each guidance scale and other settings."""
+    cells = analysis.plan.cells
+    variants = dict.fromkeys((cell.guidance_scale, cell.settings) for cell in cells)
+    several = len({scale for scale, _ in variants}) > 1
     return tuple(
-        finding for scale in scales for finding in _findings_at_guidance(analysis, scale, with_scale=len(scales) > 1)
+        finding
+        for scale, settings in variants
+        for finding in _findings_of(
+            analysis,
+            [cell for cell in cells if (cell.guidance_scale, cell.settings) == (scale, settings)],
+            (f", guidance {scale:g}" if several else "") + write_settings(settings),
+        )
     )
 
 
-def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool) -> Iterator[Finding]:
+def _findings_of(analysis: Analysis, variant: Sequence[Cell], where: str) -> Iterator[Finding]:
     cells: dict[str, dict[int, Cell]] = {}
-    for cell in analysis.plan.cells:
-        if cell.guidance_scale == scale:
-            cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
+    for cell in variant:
+        cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
     ddim, ddpm, dpm = (cells.get(name, {}) for name in ("ddim", "ddpm", "dpmpp_2m"))
     judge = _Judge(analysis)
     has_seeds = analysis.num_seeds(analysis.plan.cells) >= LEAST_SEEDS
@@ -72,7 +80,7 @@ def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool)
     ]
     for finding in findings:
         if finding is not None:
-            claim = f"At guidance {scale:g}: {finding.claim}" if with_scale else finding.claim
+            claim = f"At {where.removeprefix(', ')}: {finding.claim}" if where else finding.claim
             yield Finding(claim, finding.verdict if has_seeds else NOT_DISTINGUISHABLE, finding.evidence)
 
 
@@ -226,7 +234,7 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
         f"{cell.label}: latent RMSE {rmse.value:.3g}{interval(rmse)}, PSNR {psnr.value:.1f} dB{interval(psnr)} "
         "to the converged image of its seed"
     )
-    other_seed = analysis.seed_spread.get(cell.guidance_scale)
+    other_seed = analysis.seed_spread.get(cell.target)
     if other_seed is None:
         return f"{line}; with one seed per prompt there is no other image to compare with.", 0
     share = rmse.value / other_seed

@@ -20,10 +20,11 @@ from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
+from diffserve.experiments.axes import quote, split_axis
 from diffserve.experiments.estimates import CheckerError, Estimate, Measure
 from diffserve.experiments.findings import interval
 from diffserve.experiments.intervals import bootstrap_interval
-from diffserve.experiments.plan import Cell, SweepPlan, quote, split_axis
+from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.records import ImageRecord, features_of
 from diffserve.experiments.report import measure_checker
 from diffserve.experiments.run import OnProgress, ProgressCounter, check_plan, generate_missing, setup_of

@@ -32,7 +32,7 @@ from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
 from diffserve.experiments.findings import Finding, find, join_numbers
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan, Target
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
@@ -208,8 +208,8 @@ def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
     return distance(reference.features, painted.features)
 
 
-def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
-    """Compute by guidance the mean latent RMSE between converged images of one prompt with consecutive seeds."""
+def seed_spread(plan: SweepPlan, store: Store) -> dict[Target, float]:
+    """Compute by target the mean latent RMSE between converged images of one prompt with consecutive seeds."""
     spreads = {}
     for cell in plan.references:
         distances = []
@@ -218,7 +218,7 @@ def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
             latents = [image.latents for image in images if image is not None and image.latents is not None]
             distances += [latent_rmse(a, b) for a, b in pairwise(latents)]
         if distances:
-            spreads[cell.guidance_scale] = fmean(distances)
+            spreads[cell.target] = fmean(distances)
     return spreads
 
 
@@ -244,6 +244,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
         "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
+        **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),

@@ -48,7 +48,7 @@ from diffserve.world.checker import EDITION
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 @dataclass(frozen=True)

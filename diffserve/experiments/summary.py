@@ -95,7 +95,8 @@ def write_csv(
     if checker is not None:
         extra |= {"checker_missed": f"{checker.missed:.6g}"}
         extra |= {"checker_wrong": "" if checker.wrong is None else f"{checker.wrong:.6g}"}
-    rows = [dict(_fields(summary, measures)) | extra for summary in summaries]
+    names = dict.fromkeys(name for summary in summaries for name, _ in summary.cell.settings)
+    rows = [dict(_fields(summary, measures, names)) | extra for summary in summaries]
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -103,9 +104,11 @@ def write_csv(
     return file.getvalue()
 
 
-def _fields(summary: CellSummary, measures: Iterable[Measure]) -> Iterator[tuple[str, object]]:
+def _fields(summary: CellSummary, measures: Iterable[Measure], names: Iterable[str]) -> Iterator[tuple[str, object]]:
     cell = summary.cell
     yield from {"sampler": cell.sampler, "steps": cell.num_steps, "guidance": f"{cell.guidance_scale:g}"}.items()
+    settings = dict(cell.settings)
+    yield from ((name, settings.get(name, "")) for name in names)
     yield from {"converged": int(cell.is_reference), "spacing": summary.spacing, "images": summary.num_images}.items()
     yield "evaluations", f"{summary.evaluations:g}"
     for measure in measures:

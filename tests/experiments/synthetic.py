@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan import Cell, SweepPlan, Target
 from diffserve.experiments.records import Distance, ImageRecord, Parts, SoloTime
 
 NUM_FEATURES = 4
@@ -48,7 +48,7 @@ def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dic
 
 
 def analysis_of(
-    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[float, float] | None = None
+    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[Target, float] | None = None
 ) -> Analysis:
     """Return an analysis without distances between sets."""
     return Analysis(plan, records_of(plan, exact, rmse), seed_spread=seed_spread)

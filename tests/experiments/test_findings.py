@@ -35,7 +35,7 @@ def findings(
         return shares.get((cell.sampler, cell.num_steps), 0.95)
 
     plan = plan_of(samplers, STEPS)
-    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: seed_spread})))
+    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {(3.0, ()): seed_spread})))
 
 
 def verdict(results: list[Finding], start: str) -> str:

@@ -263,6 +263,27 @@ def notes_of(folder: Path) -> list[str]:
     return notes
 
 
+def test_a_sweep_with_other_axes_is_resumed_and_reports_every_value(tiny: Engine, tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(
+        PLAN, samplers=("ddim",), steps=(2,), axes={"eta": (0.0, 1.0), "guidance_rescale": (0.0, 0.7)}
+    )
+    few = msgspec.structs.replace(plan, axes={"eta": (0.0,), "guidance_rescale": (0.0, 0.7)})
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_plan(tiny, plan, whole)
+    run_until(1, tiny, few, stopped)
+    run_until(2, tiny, plan, stopped)
+    report = run_plan(tiny, plan, stopped)
+    assert numbers_of(stopped) == numbers_of(whole)
+    assert set(num_lines(whole).values()) == {4}
+    assert len(num_lines(whole)) == 4 + 2, "guidance_rescale changes the converged images, eta does not"
+    rows = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text(encoding="utf-8"))))
+    settings = [(row["eta"], row["guidance_rescale"]) for row in rows]
+    assert settings == [("0.0", "0.0"), ("0.0", "0.7"), ("1.0", "0.0"), ("1.0", "0.7"), ("", "0.0"), ("", "0.7")]
+    pairs = {(each.cell.label, each.baseline.label) for each in report.comparisons}
+    assert ("ddim 2, eta 1, guidance_rescale 0.7", "ddim 2, eta 0, guidance_rescale 0.7") in pairs
+    assert "eta 1" in (whole / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -331,6 +352,12 @@ def run_main(*arguments: object) -> int:
         (["-o", "file"], "cannot write to 'file': Not a directory."),
         (["-o", "other"], "'other' has a sweep with other first seed (7, now 0); choose another folder."),
         (["-o", "mine"], "'mine' has a report.html that was not written by a sweep; choose another folder."),
+        (["--axis", "beauty=1"], "'beauty' is not an axis; the axes are"),
+        (["--axis", "eta=0-3"], "eta is 2.0; it must lie between 0 and 1."),
+        (["--axis", "steps=50-10"], "'50-10', which is an empty range"),
+        (["--axis", "steps=5", "--steps", "5"], "the axis steps is given twice"),
+        (["--axis", "spacing=wide"], "'wide'"),
+        (["--axis", "lora:none=1"], "none"),
         (["--detect", "beauty=1"], "detect has 'beauty'; the measures are exact"),
         (["--until-decided", "--max-images", "9"], "--max-images is 9; 64 prompts with 4 seeds start with 256 images"),
         (["--max-minutes", "5"], "--max-minutes needs --until-decided"),

@@ -11,7 +11,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import COMPONENTS, SettingsOptions, with_settings
 
 
-@with_settings("model", "config", "device", *COMPONENTS)
+@with_settings("model", "config", "lora_dir", "refiner", "device", *COMPONENTS)
 def sweep(
     *,
     output: Annotated[
@@ -37,6 +37,14 @@ def sweep(
     guidance: Annotated[
         str | None,
         typer.Option("--guidance", help="Guidance scales, comma-separated (default: the model's).", metavar="NUMBERS"),
+    ] = None,
+    axes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--axis",
+            help="Another request field and its values, such as eta=0,0.5 or lora:NAME=0-1 [5]; repeatable.",
+            metavar="NAME=VALUES",
+        ),
     ] = None,
     prompts: Annotated[
         str,
@@ -114,9 +122,12 @@ def sweep(
 ) -> int:
     """Compare samplers and step counts on the same prompts and seeds.
 
-    Each cell (sampler, number of steps, guidance) generates the same prompts from the same seeds. Every image is
-    compared with its prompt and with the converged image of its seed; the images of each cell are also compared with
-    reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
+    Each cell (sampler, number of steps, guidance, values of --axis) generates the same prompts from the same seeds.
+    Every image is compared with its prompt and with the converged image of its seed; the images of each cell are also
+    compared with reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
+
+    Numbers may be ranges as in A1111: 10-50 (+10) counts in steps of 10, 1-3 [5] takes 5 values. A field of a request
+    can be an axis: --axis spacing=leading,trailing --axis guidance_interval=0-1,0.2-0.8 --axis "cache_interval=1-3".
 
     Before it starts, the sweep states which differences the images can detect (80 % power, 5 % level), and how many
     are needed for those of --detect. With --until-decided, verdicts are looked at after 1, 2, 4, ... times --seeds
@@ -135,8 +146,9 @@ def sweep(
 
     options = SweepOptions(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
-        reference_steps=reference_steps, output=output, detect=detect, until_decided=until_decided,
-        max_images=max_images, max_minutes=max_minutes, previous=previous, plan_only=plan_only,
+        reference_steps=reference_steps, output=output, axes=tuple(axes or ()), detect=detect,
+        until_decided=until_decided, max_images=max_images, max_minutes=max_minutes, previous=previous,
+        plan_only=plan_only,
     )  # fmt: skip
     if not until_decided and max_minutes is not None:
         raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
