@@ -102,7 +102,9 @@ class _Judge:
             if judged is not None:
                 yield measure, judged
 
-    def compare(self, cell: Cell, other: Cell, names: tuple[str, str], lead: str = "") -> list[tuple[str, Outcome]]:
+    def compare(
+        self, cell: Cell, other: Cell, names: tuple[str, str], lead: str = "", *, allows_margin: bool = False
+    ) -> list[tuple[str, Outcome]]:
         """Describe the difference between two cells in one sentence per measure.
 
         Args:
@@ -110,6 +112,8 @@ class _Judge:
             other: The cell to compare with.
             names: Text for both cells; the first word of the first name is the subject of the sentence.
             lead: Text in front of each sentence.
+            allows_margin: Whether a cell that is certainly behind by less than the plan's difference of interest
+                counts as ahead.
 
         Returns:
             One (sentence, outcome for ``cell``) pair per measure.
@@ -118,8 +122,11 @@ class _Judge:
         for measure, judged in self.contrasts({cell: 1, other: -1}):
             values = f"{names[0]} {self.write(cell, measure)}, {names[1]} {self.write(other, measure)}"
             words = describe_difference(names[0].split()[0], measure, judged)
+            outcome, margin = judged.outcome, self.analysis.plan.detect.get(measure.value)
+            if allows_margin and margin is not None and _is_within(judged, measure, margin):
+                outcome, words = 1, f"{words}, behind by less than {measure.write_difference(margin)}"
             more = "".join(f"; {text}" for text in self._more(cell, other, measure))
-            comparisons.append((f"{lead}{measure.title}: {values}; {words}{more}.", judged.outcome))
+            comparisons.append((f"{lead}{measure.title}: {values}; {words}{more}.", outcome))
         return comparisons
 
     def _more(self, cell: Cell, other: Cell, measure: Measure) -> Iterator[str]:
@@ -136,6 +143,14 @@ class _Judge:
         estimate = self.analysis.estimate(cell, measure)
         assert estimate is not None
         return measure.write(estimate.value)
+
+
+def _is_within(judged: Judged, measure: Measure, margin: float) -> bool:
+    """Return whether an undecided difference is certainly worse by less than ``margin`` (non-inferiority)."""
+    low, high = judged.difference.low, judged.difference.high
+    if judged.outcome or judged.why_not or low is None or high is None:
+        return False
+    return (low if measure.more_is_better else -high) > -margin
 
 
 def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
@@ -179,8 +194,10 @@ def _matches_with_ten_steps(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mappin
     if 10 not in dpm or not steps:
         return None
     pairs = ((ddim[n], ("dpmpp_2m with 10 steps", f"ddim with {n}")) for n in steps)
-    comparisons = [comparison for other, names in pairs for comparison in judge.compare(dpm[10], other, names)]
-    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {join_numbers(steps)}, or ahead of it"
+    comparisons = [
+        comparison for other, names in pairs for comparison in judge.compare(dpm[10], other, names, allows_margin=True)
+    ]
+    claim = f"DPM++ 2M with 10 steps is as good as DDIM with {join_numbers(steps)}"
     return _not_behind(claim, comparisons)
 
 
@@ -204,13 +221,13 @@ def _limit_is_as_good(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None
     many = ddpm[max(ddpm)]
     limit = judge.analysis.plan.reference_of(many)
     assert limit is not None, "a sweep has converged images"
-    comparisons = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"))
+    comparisons = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"), allows_margin=True)
     claim = f"The images that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
     return _not_behind(claim, comparisons, otherwise=REPAIR)
 
 
 def _not_behind(claim: str, comparisons: Sequence[tuple[str, Outcome]], otherwise: str = "") -> Finding | None:
-    """Build the finding of a claim that holds unless some measure is behind.
+    """Build the finding of a claim that holds if a measure is not behind by more than a margin, and none is behind.
 
     Args:
         claim: The claim to evaluate.
@@ -219,7 +236,7 @@ def _not_behind(claim: str, comparisons: Sequence[tuple[str, Outcome]], otherwis
     """
     if not comparisons:
         return None
-    evidence, outcomes = [line for line, _ in comparisons], [1 if outcome >= 0 else -1 for _, outcome in comparisons]
+    evidence, outcomes = [line for line, _ in comparisons], [outcome for _, outcome in comparisons]
     evidence += [otherwise] if otherwise and min(outcomes) < 0 else []
     return Finding(claim, _verdict(outcomes), tuple(evidence))
 

@@ -20,6 +20,7 @@ import msgspec
 
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import Value
 from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.generation import complete, generate_measured
@@ -83,6 +84,7 @@ def sweep(
     steps: Sequence[int] = DEFAULT_STEPS,
     guidance: float | Sequence[float] | None = None,
     prompts: int | Sequence[str] = DEFAULT_PROMPTS,
+    axes: Mapping[str, Sequence[Value]] | None = None,
     seeds: int = DEFAULT_SEEDS,
     first_seed: int = 0,
     reference_steps: int = REFERENCE_STEPS,
@@ -98,6 +100,7 @@ def sweep(
         samplers: Sampler names.
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
+        axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``.
         prompts: Prompt texts, or the number of held-out captions of the embedded model to use.
         seeds: Images per prompt.
         first_seed: Seed of the first image.
@@ -116,6 +119,7 @@ def sweep(
         steps=tuple(steps),
         guidance=(1.0,) if scales is None else tuple(scales),
         prompts=texts,
+        axes={name: tuple(values) for name, values in (axes or {}).items()},
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
@@ -137,7 +141,8 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
     Raises:
         InvalidRequest: ``previous`` cannot be read.
     """
-    known = {} if previous is None else read_deviations(previous, plan.num_seeds)
+    num_seeds = plan.looks[0] if plan.looks else plan.num_seeds
+    known = {} if previous is None else read_deviations(previous, num_seeds)
     names = cell_names(plan.cells)
     measures = [Measure(name) for name in plan.detect]
     comparisons = [
@@ -145,7 +150,6 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
         for cell, baseline in plan.comparisons
         for measure in measures
     ]
-    num_seeds = plan.looks[0] if plan.looks else plan.num_seeds
     return list(describe_power(comparisons, len(plan.prompts), num_seeds, plan.detect))
 
 

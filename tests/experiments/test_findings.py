@@ -48,7 +48,7 @@ def test_what_the_papers_say_is_found_where_the_data_say_it() -> None:
     assert [finding.claim for finding in results] == [
         "DDIM is ahead of DDPM at 5, 10 and 20 steps",
         "DDPM gains far more than DDIM from 10 to 100 steps",
-        "DPM++ 2M with 10 steps is within noise of DDIM with 20 and 100, or ahead of it",
+        "DPM++ 2M with 10 steps is as good as DDIM with 20 and 100",
         "With the same seed DDIM at 20 steps is close to its converged image, and DDPM is not",
         "The images that DDIM converges to are as good as those of DDPM with 100 steps",
     ]
@@ -119,3 +119,14 @@ def test_cells_that_answer_nothing_give_no_claim() -> None:
     assert find(analysis_of(plan_of(("euler",), (10, 20)), lambda _: 0.5)) == ()
     alone = find(analysis_of(plan_of(("ddim",), (10, 20)), lambda _: 0.5))
     assert alone == ()
+
+
+def test_as_good_needs_enough_images_to_rule_out_that_it_is_worse() -> None:
+    def verdict_of(num_prompts: int) -> str:
+        plan = plan_of(("ddim", "dpmpp_2m"), (10, 20), num_prompts=num_prompts)
+        (finding,) = [each for each in find(analysis_of(plan, lambda _: 0.8)) if each.claim.startswith("DPM++")]
+        assert ("behind by less than 5.0 points" in finding.evidence[0]) == (finding.verdict == AS_EXPECTED)
+        return finding.verdict
+
+    assert verdict_of(12) == NOT_DISTINGUISHABLE
+    assert verdict_of(400) == AS_EXPECTED

@@ -1,4 +1,4 @@
-"""A small error of the network in one cell is found with the default number of images."""
+"""A small error of the network in one cell is found with far fewer images than the default number."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ NOISE = 0.01
 
 PLAN = SweepPlan(
     samplers=("ddim", "euler"),
-    steps=(6,),
+    steps=(20,),
     guidance=(1.0,),
-    prompts=held_out_prompts(DEFAULT_PROMPTS),
-    num_seeds=DEFAULT_SEEDS,
-    reference_steps=16,
+    prompts=held_out_prompts(12),
+    num_seeds=3,
+    reference_steps=50,
 )
+"""36 images per cell. With 6 steps the sampler's error hides the noise: both cells are then equivalent within 1 dB."""
 
 
 def pixels_of(engine: Engine, cell: Cell) -> list[np.ndarray]:
@@ -43,7 +44,7 @@ def record_of(place: Place, pixels: np.ndarray, converged: np.ndarray) -> ImageR
         seed_index=place[1],
         seed=PLAN.seed_of(place),
         spacing="trailing",
-        evaluations=6,
+        evaluations=20,
         engine_s=0.0,
         features=(),
         distance=Distance(psnr_db=psnr_db(pixels, converged)),
@@ -53,6 +54,7 @@ def record_of(place: Place, pixels: np.ndarray, converged: np.ndarray) -> ImageR
 @pytest.mark.slow
 def test_noise_of_one_percent_on_the_output_of_the_network_is_distinguishable() -> None:
     """The cell of euler stands for a second run of ddim, in which the network's output has noise."""
+    assert len(PLAN.places) < DEFAULT_PROMPTS * DEFAULT_SEEDS
     engine = Engine.from_pretrained("embedded", dtype="float32", config=EngineConfig(compile="off"))
     ddim, noisy = PLAN.cells
     converged, clean = pixels_of(engine, PLAN.references[0]), pixels_of(engine, ddim)
@@ -70,4 +72,4 @@ def test_noise_of_one_percent_on_the_output_of_the_network_is_distinguishable() 
         for cell, pixels in ((ddim, clean), (noisy, damaged))
     }
     (comparison,) = compare_cells(Analysis(PLAN, records), [Measure.PSNR_DB])
-    assert (comparison.num_pairs, comparison.verdict) == (256, WORSE)
+    assert comparison.verdict == WORSE, comparison
