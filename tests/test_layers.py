@@ -91,7 +91,7 @@ WITHOUT_TORCH = (
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
-        "analysis", "charts", "estimates", "generation", "intervals", "measure", "plan", "prompts",
+        "analysis", "axes", "charts", "estimates", "generation", "intervals", "measure", "plan", "prompts",
         "records", "summary",
     )
 )  # fmt: skip

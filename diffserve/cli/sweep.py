@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
+from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
@@ -24,15 +26,17 @@ from diffserve.experiments.plan import (
     DEFAULT_STEPS,
     MAX_PROMPTS,
     SweepPlan,
-    numbers,
-    split_axis,
-    whole_numbers,
+    double_looks,
+    read_differences,
 )
+from diffserve.experiments.power import DIFFERENCES
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
-from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
+from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
+
+DEFAULT_MAX_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class SweepOptions:
     first_seed: int
     reference_steps: int
     output: Path
+    axes: tuple[str, ...] = ()
+    detect: str | None = None
+    until_decided: bool = False
+    max_images: int = DEFAULT_MAX_IMAGES
+    max_minutes: float | None = None
+    previous: Path | None = None
+    plan_only: bool = False
 
 
 def run(options: SweepOptions, sources: SettingsOptions) -> int:
@@ -62,16 +73,15 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     settings = sources.load()
     plan = plan_of(options, settings)
     refuse_early(plan, options.output)
+    power = state_power(plan, options.previous)
+    if options.plan_only:
+        print("\n".join([_describe_plan(plan), *power]))
+        return 0
     check_prompts(plan, settings)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
-    console.print(
-        f"{len(plan.cells)} cells of {len(plan.places)} images plus the converged images: {plan.num_images:,} images, "
-        f"{plan.num_rows:,} UNet rows",
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print("\n".join([_describe_plan(plan), *power]), markup=False, soft_wrap=True)
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
             show = _ProgressBar(progress, plan)
@@ -80,7 +90,8 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
                 check()
                 show(now)
 
-            report = run_plan(engine, plan, options.output, report_progress)
+            note = partial(console.print, markup=False, soft_wrap=True)
+            report = run_plan(engine, plan, options.output, report_progress, options.max_minutes, note)
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
@@ -88,6 +99,14 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     for line in _lines(report):
         print(line)
     return 0
+
+
+def _describe_plan(plan: SweepPlan) -> str:
+    most = "at most " if len(plan.looks) > 1 else ""
+    return (
+        f"{len(plan.cells)} cells of {most}{len(plan.places)} images plus the converged images: {most}"
+        f"{plan.num_images:,} images, {plan.num_rows:,} UNet rows"
+    )
 
 
 def check_prompts(plan: SweepPlan, settings: Settings) -> None:
@@ -142,19 +161,42 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
+    axes = _read_axes(options)
     profile = settings.model
     samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
-    seeds = 1 if gated else DEFAULT_SEEDS
+    seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
+    texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
+    looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
+    detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
     return SweepPlan(
-        samplers=samplers if options.samplers is None else split_axis(options.samplers, "--samplers"),
-        steps=steps if options.steps is None else whole_numbers(options.steps, "--steps"),
-        guidance=(profile.guidance_scale,) if options.guidance is None else numbers(options.guidance, "--guidance"),
-        prompts=held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts)),
-        num_seeds=seeds if options.num_seeds is None else options.num_seeds,
+        samplers=split_axis(axes.pop("samplers"), "--samplers") if "samplers" in axes else samplers,
+        steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
+        guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
+        axes={name: read_values(name, text) for name, text in axes.items()},
+        prompts=texts,
+        num_seeds=looks[-1] if looks else seeds,
         first_seed=options.first_seed,
         reference_steps=None if gated else options.reference_steps,
+        looks=looks,
+        detect=dict(detect),
     )
+
+
+def _read_axes(options: SweepOptions) -> dict[str, str]:
+    """Return the text of each given axis by its name, including those with options of their own.
+
+    Raises:
+        InvalidRequest: An axis is unknown or given twice.
+    """
+    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = {name: text for name, text in given.items() if text is not None}
+    for text in options.axes:
+        name, values = read_axis(text)
+        if name in axes:
+            raise InvalidRequest(f"the axis {name} is given twice; write all of its values in one option.", param=name)
+        axes[name] = values
+    return axes
 
 
 def make_progress(console: Console) -> Progress:
@@ -184,7 +226,7 @@ class _ProgressBar:
         if self._started_s is None:
             self._started_s = time.monotonic()
             done = self._plan.num_rows - now.num_rows
-            if done:
+            if done > 0 and not self._plan.looks:
                 self._print(f"{100 * done / self._plan.num_rows:.0f} % of the work is already done and is not repeated")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
@@ -205,15 +247,17 @@ def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
     candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
-    heads = ["cell", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
+    heads = ["cell", "evaluations", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]
     for cell in report.cells:
         values = (cell.value(measure) for measure in measures)
         texts = ["" if v is None else m.write(v.value) for m, v in zip(measures, values, strict=True)]
-        scale, step, rate = f"{cell.cell.guidance_scale:g}", f"{cell.step_ms.value:.1f}", f"{cell.images_per_s:.2f}"
-        rows.append([cell.cell.label, scale, *texts, step, rate])
+        settings = (cell.cell.label, f"{cell.evaluations:g}", f"{cell.cell.guidance_scale:g}")
+        rows.append([*settings, *texts, f"{cell.step_ms.value:.1f}", f"{cell.images_per_s:.2f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+    if report.checker is not None:
+        yield f"exact: {report.checker}, on {report.checker.count} images of known content"
     yield from (f"{finding.claim}: {finding.verdict}" for finding in report.findings)
     yield str(report.page)

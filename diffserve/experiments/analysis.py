@@ -6,14 +6,15 @@ paired, which makes their intervals narrower.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
+from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Estimate, Measure
 from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
@@ -25,9 +26,11 @@ from diffserve.experiments.intervals import (
     resamples,
     share_of,
 )
-from diffserve.experiments.plan import Cell, Place, SweepPlan
+from diffserve.experiments.plan import Cell, Place, SweepPlan, Target
+from diffserve.experiments.power import look_bounds, repeated_interval, unit_means
 from diffserve.experiments.records import ImageRecord, features_of
 
+LEAST_UNITS = 3
 LEAST_PROMPTS = 8
 """Minimum number of prompts for an interval of a set distance; fewer give no useful bootstrap estimate."""
 
@@ -60,15 +63,19 @@ class PictureSet:
 
 
 class Analysis:
-    """Estimates of measures over the records of a sweep in which every cell is complete.
+    """Estimates of measures over the records of a sweep.
+
+    Means use all images of a cell, differences the places that the cells share, and distances between sets the places
+    that all cells share, because these distances depend on the number of images.
 
     Args:
         plan: The plan of the sweep.
         records: Records by cell and place.
         drawn: Features of rendered scenes of every prompt, ``None`` if the prompts cannot be rendered.
         set_values: Distances between sets, computed by the metrics library.
-        seed_spread: Latent RMSE between converged images of one prompt and two seeds, by guidance.
-        places: Places to include, by default all of the plan.
+        seed_spread: Latent RMSE between converged images of one prompt and two seeds, by target.
+        places: Places to include if they are recorded, by default all of the plan.
+        checker: The checker's own error; ``None`` if prompts cannot be checked.
         least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
@@ -78,31 +85,52 @@ class Analysis:
         records: Mapping[Cell, Mapping[Place, ImageRecord]],
         drawn: PictureSet | None = None,
         set_values: SetValues | None = None,
-        seed_spread: Mapping[float, float] | None = None,
+        seed_spread: Mapping[Target, float] | None = None,
         *,
         places: Sequence[Place] | None = None,
+        checker: CheckerError | None = None,
         least_groups: int = 1,
     ) -> None:
         places = plan.places if places is None else places
         self.plan = plan
+        self.checker = checker
         self.seed_spread = dict(seed_spread or {})
-        self._records = {cell: [cell_records[place] for place in places] for cell, cell_records in records.items()}
+        self._records = {
+            cell: {place: cell_records[place] for place in places if place in cell_records}
+            for cell, cell_records in records.items()
+        }
         self._drawn = drawn
         self._set_values = dict(set_values or {})
-        self._prompts = [place[0] for place in places]
-        self._groups = self._prompts if len(set(self._prompts)) > 1 else None
-        self._has_intervals = len(set(self._groups or places)) >= least_groups
+        self._least_groups = least_groups
+        self._common = self.shared_places(self._records)
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
         self._sets: dict[Cell, PictureSet] = {}
 
     def records(self, cell: Cell) -> list[ImageRecord]:
         """Return the cell's records in the order of the places."""
-        return self._records[cell]
+        return list(self._records[cell].values())
 
-    def values(self, cell: Cell, measure: Measure) -> Floats | None:
+    def record(self, cell: Cell, place: Place) -> ImageRecord | None:
+        """Return the record of an image, or ``None`` if there is none."""
+        return self._records[cell].get(place)
+
+    def shared_places(self, cells: Iterable[Cell]) -> tuple[Place, ...]:
+        """Return the places that all ``cells`` have images of, in the order of the plan."""
+        first, *others = [self._records[cell] for cell in cells]
+        return tuple(place for place in first if all(place in other for other in others))
+
+    def num_seeds(self, cells: Iterable[Cell]) -> int:
+        """Return the smallest number of seeds of a prompt among the places that all ``cells`` share."""
+        return min(Counter(prompt for prompt, _ in self.shared_places(cells)).values(), default=0)
+
+    def num_units(self, cells: Iterable[Cell]) -> int:
+        """Return the number of units of a difference: the prompts, or the seeds of a single prompt."""
+        return len(set(self._groups(self.shared_places(cells))))
+
+    def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
-        records = self._records[cell]
+        records = self.records(cell) if places is None else [self._records[cell][place] for place in places]
         if measure is Measure.EXACT:
             optional_values = [record.parts.exact if record.parts else None for record in records]
         else:
@@ -115,9 +143,18 @@ class Analysis:
     def estimate(self, cell: Cell, measure: Measure) -> Estimate | None:
         """Return the estimate of a cell's measure, or ``None`` if it was not measured."""
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
-            share = share_of([bool(hit) for hit in hits], self._groups)
-            return Estimate(share.share, share.low, share.high) if self._has_intervals else Estimate(share.share)
+            groups = self._groups(self.shared_places((cell,)))
+            share = share_of([bool(hit) for hit in hits], groups)
+            return Estimate(share.share, share.low, share.high) if self._has_interval(groups) else Estimate(share.share)
         return self.contrast({cell: 1}, measure)
+
+    def paired_values(self, cells: Iterable[Cell], measure: Measure) -> list[Floats] | None:
+        """Return a measure of the images of each cell at the places that all share, or ``None`` if one lacks it."""
+        cells = tuple(cells)
+        places = self.shared_places(cells)
+        values = [self.values(cell, measure, places) for cell in cells]
+        found = [cell_values for cell_values in values if cell_values is not None]
+        return found if len(found) == len(values) else None
 
     def contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
         """Estimate a weighted sum of a measure over cells, paired by image.
@@ -131,19 +168,56 @@ class Analysis:
         """
         if measure in SET_MEASURES:
             return self._set_contrast(weights, measure)
-        parts = [(weight, self.values(cell, measure)) for cell, weight in weights.items()]
-        if any(values is None for _, values in parts):
+        values = self.paired_values(weights, measure)
+        if values is None:
             return None
-        summed: Floats = np.sum([weight * values for weight, values in parts if values is not None], axis=0)
-        if not self._has_intervals:
-            return Estimate(float(summed.mean()))
-        return Estimate(float(summed.mean()), *bootstrap_interval(summed.tolist(), self._groups))
+        summed: Floats = np.sum([weight * part for weight, part in zip(weights.values(), values, strict=True)], axis=0)
+        mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
+        if not self._has_interval(groups):
+            return Estimate(mean)
+        bound = self._bound(weights)
+        if bound is None:
+            low, high = bootstrap_interval(summed.tolist(), groups)
+        else:
+            low, high = repeated_interval(summed, groups, bound)
+        if measure is Measure.EXACT and low == high and len(weights) > 1:
+            width = 3 / len(set(groups))  # the rule of three, as in share_of: resampling equal values shows no spread
+            low, high = low - width, high + width
+        return Estimate(mean, low, high)
+
+    def deviation(self, cells: tuple[Cell, Cell], measure: Measure) -> float | None:
+        """Return the standard deviation of the units' mean differences between two cells; see ``power``.
+
+        Returns:
+            The deviation, or ``None`` for distances between sets, a missing measure, or fewer than 3 units.
+        """
+        values = None if measure in SET_MEASURES else self.paired_values(cells, measure)
+        groups = self._groups(self.shared_places(cells))
+        if values is None or len(set(groups)) < LEAST_UNITS:
+            return None
+        return float(unit_means(values[0] - values[1], groups).std(ddof=1))
+
+    def _bound(self, weights: Mapping[Cell, float]) -> float | None:
+        """Return the bound of the last look at a difference of cells, ``None`` if there is a single look."""
+        looks, num_seeds = self.plan.looks, self.num_seeds(weights)
+        if len(looks) < 2 or len(weights) < 2:
+            return None
+        return look_bounds(looks)[max(sum(look <= num_seeds for look in looks) - 1, 0)]
+
+    def _groups(self, places: Sequence[Place]) -> list[Place]:
+        """Return the bootstrap group of each place: its prompt, or for a single prompt the place itself."""
+        several = len({prompt for prompt, _ in places}) > 1
+        return [(prompt, 0) for prompt, _ in places] if several else list(places)
+
+    def _has_interval(self, groups: Sequence[Place]) -> bool:
+        return len(set(groups)) >= self._least_groups
 
     def picture_set(self, cell: Cell) -> PictureSet:
-        """Return the features of a cell's images."""
+        """Return the features of a cell's images at the places that all cells share."""
         if cell not in self._sets:
-            features = features_of(self._records[cell])
-            self._sets[cell] = PictureSet(features, self._prompts, len(self.plan.prompts))
+            features = features_of([self._records[cell][place] for place in self._common])
+            prompts = [prompt for prompt, _ in self._common]
+            self._sets[cell] = PictureSet(features, prompts, len(self.plan.prompts))
         return self._sets[cell]
 
     def reference_set(self, cell: Cell, measure: Measure) -> PictureSet | None:
@@ -167,6 +241,8 @@ class Analysis:
             return Estimate(value)
         replicates: Floats = np.sum([w * self._set_replicates(cell, measure) for cell, w in weights.items()], axis=0)
         low, high = np.quantile(replicates - replicates.mean(), [0.025, 0.975]) + value
+        if (bound := self._bound(weights)) is not None:
+            low, high = value - bound * replicates.std(), value + bound * replicates.std()
         if len(weights) == 1 and measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
             low = max(0.0, low)
         return Estimate(value, float(low), float(high))

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from diffserve.experiments.axes import write_settings
 from diffserve.experiments.estimates import Estimate, Measure
-from diffserve.experiments.plan import Cell
+from diffserve.experiments.plan import Cell, CellLine
 from diffserve.experiments.summary import CellSummary
 
 Names = Mapping[str, str]
@@ -26,9 +27,6 @@ NEAR: Final = 0.01
 STYLE: Final = Path(__file__).with_name("charts.css")
 """CSS of charts in an HTML page, which must define the variables that it uses."""
 
-CellLine = tuple[str, float]
-"""(sampler, guidance): one line of a chart, or one row of an image grid."""
-
 
 class ChartDot(NamedTuple):
     """A cell's position on a chart."""
@@ -39,7 +37,7 @@ class ChartDot(NamedTuple):
 
 
 class ChartLine(NamedTuple):
-    """The dots of one sampler and guidance, ordered by steps; ``number`` selects color and marker."""
+    """The dots of the cells that differ in their steps only, ordered by steps; ``number`` selects color and marker."""
 
     number: int
     name: str
@@ -127,8 +125,13 @@ def line_names(cells: Iterable[Cell], names: Names = NO_NAMES) -> dict[CellLine,
     """Return the lines of ``cells`` with their names, which include the guidance only if there are several."""
     cells = list(cells)
     several = len({cell.guidance_scale for cell in cells}) > 1
-    keys = dict.fromkeys((cell.sampler, cell.guidance_scale) for cell in cells if not cell.is_reference)
-    return {key: names.get(key[0], key[0]) + (f", guidance {key[1]:g}" if several else "") for key in keys}
+    keys = dict.fromkeys(cell.line for cell in cells if not cell.is_reference)
+    return {
+        (sampler, scale, settings): names.get(sampler, sampler)
+        + (f", guidance {scale:g}" if several else "")
+        + write_settings(settings)
+        for sampler, scale, settings in keys
+    }
 
 
 def _lines(
@@ -137,7 +140,7 @@ def _lines(
     lines = []
     for number, (key, name) in enumerate(line_names((summary.cell for summary in summaries), names).items()):
         compared = (summary for summary in summaries if not summary.cell.is_reference)
-        line_summaries = [summary for summary in compared if (summary.cell.sampler, summary.cell.guidance_scale) == key]
+        line_summaries = [summary for summary in compared if summary.cell.line == key]
         dots = [
             ChartDot(x(summary), value, summary)
             for summary in sorted(line_summaries, key=lambda summary: summary.cell.num_steps)
@@ -183,7 +186,7 @@ def knee(front: Sequence[ChartDot]) -> ChartDot | None:
 class StripGrid(NamedTuple):
     """Image grid of one prompt and seed.
 
-    There is a row for each sampler and guidance, a column for each step count, and a last column for the converged
+    There is a row for each combination of settings, a column for each step count, and a last column for the converged
     image if there is one. An entry is ``None`` if its cell has no image.
     """
 
@@ -196,11 +199,13 @@ def strip_grid(thumbnails: Mapping[Cell, bytes]) -> StripGrid:
     """Arrange ``thumbnails`` by increasing steps, with the converged image at the end of each row."""
     lines = line_names(thumbnails)
     steps = sorted({cell.num_steps for cell in thumbnails if not cell.is_reference})
-    converged = {cell.guidance_scale: cell for cell in thumbnails if cell.is_reference}
+    converged = {cell.target: cell for cell in thumbnails if cell.is_reference}
+    by_line = {(cell.line, cell.num_steps): cell for cell in thumbnails if not cell.is_reference}
     rows = []
-    for sampler, scale in lines:
-        images = (thumbnails.get(Cell(sampler, n, scale)) for n in steps)
-        reference = converged.get(scale)
+    for line in lines:
+        cells = [by_line.get((line, n)) for n in steps]
+        images = (None if cell is None else thumbnails[cell] for cell in cells)
+        reference = next((converged.get(cell.target) for cell in cells if cell is not None), None)
         rows.append((*images, *([thumbnails[reference] if reference else None] if converged else [])))
     heads = [f"{n} steps" if n > 1 else "1 step" for n in steps]
     heads += [f"converged ({next(iter(converged.values())).num_steps})"] if converged else []

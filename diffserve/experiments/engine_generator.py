@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFinished
+from diffserve.experiments.axes import request_fields
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, PlannedImage, SweepPlan
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 
@@ -89,10 +90,17 @@ class EngineGenerator:
 
 
 def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bool = False) -> GenerationRequest:
-    """Build the request for one image of a cell at the model's native size."""
-    diffusion = DiffusionParams(sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale)
+    """Build the request for one image of a cell, at the model's native size unless the size is an axis."""
+    more, request = request_fields(cell.settings)
+    diffusion = DiffusionParams(
+        sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale, **more
+    )
     return GenerationRequest(
-        prompt=plan.prompts[place[0]], seed=plan.seed_of(place), diffusion=diffusion, return_latents=return_latents
+        prompt=plan.prompts[place[0]],
+        seed=plan.seed_of(place),
+        diffusion=diffusion,
+        return_latents=return_latents,
+        **request,
     )
 
 

@@ -85,3 +85,22 @@ class Estimate(msgspec.Struct, frozen=True):
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 0) - int(self.high < 0)
+
+
+class CheckerError(msgspec.Struct, frozen=True):
+    """Error of the prompt checker on images of known content; see ``PromptCheck.error``.
+
+    Attributes:
+        count: Number of images that show exactly what their prompt says.
+        missed: Share of them that the checker does not accept, in 0..1.
+        wrong: Share of images of other prompts' scenes that it accepts, in 0..1; ``None`` if all prompts are alike.
+    """
+
+    count: int
+    missed: float
+    wrong: float | None = None
+
+    def __str__(self) -> str:
+        """Describe the error for headings and sentences."""
+        accepts = "" if self.wrong is None else f", accepts {100 * self.wrong:.1f} % of wrong ones"
+        return f"checker misses {100 * self.missed:.1f} % of right images{accepts}"

@@ -11,12 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import write_settings
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.verdicts import (
+    LEAST_SEEDS,
+    NOT_DISTINGUISHABLE,
+    Judged,
+    Outcome,
+    count_wins,
+    judge_difference,
+)
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
-NOT_DISTINGUISHABLE = "not distinguishable"
 OTHERWISE = "otherwise"
 
 FEW_STEPS = 20
@@ -31,9 +39,6 @@ REPAIR = (
     "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
 )
 
-Outcome = int
-"""Result of a comparison: 1 ahead, 0 not distinguishable, -1 behind."""
-
 
 class Finding(msgspec.Struct, frozen=True):
     """A claim, the verdict of the data on it, and one sentence of evidence per measurement."""
@@ -44,20 +49,28 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def find(analysis: Analysis) -> tuple[Finding, ...]:
-    """Evaluate every claim that the cells of this sweep can answer, for each guidance scale."""
-    scales = dict.fromkeys(cell.guidance_scale for cell in analysis.plan.cells)
+    """Evaluate every claim that the cells of this sweep can answer, for each guidance scale and other settings."""
+    cells = analysis.plan.cells
+    variants = dict.fromkeys((cell.guidance_scale, cell.settings) for cell in cells)
+    several = len({scale for scale, _ in variants}) > 1
     return tuple(
-        finding for scale in scales for finding in _findings_at_guidance(analysis, scale, with_scale=len(scales) > 1)
+        finding
+        for scale, settings in variants
+        for finding in _findings_of(
+            analysis,
+            [cell for cell in cells if (cell.guidance_scale, cell.settings) == (scale, settings)],
+            (f", guidance {scale:g}" if several else "") + write_settings(settings),
+        )
     )
 
 
-def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool) -> Iterator[Finding]:
+def _findings_of(analysis: Analysis, variant: Sequence[Cell], where: str) -> Iterator[Finding]:
     cells: dict[str, dict[int, Cell]] = {}
-    for cell in analysis.plan.cells:
-        if cell.guidance_scale == scale:
-            cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
+    for cell in variant:
+        cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
     ddim, ddpm, dpm = (cells.get(name, {}) for name in ("ddim", "ddpm", "dpmpp_2m"))
     judge = _Judge(analysis)
+    has_seeds = analysis.num_seeds(analysis.plan.cells) >= LEAST_SEEDS
     findings = [
         _ahead_at_few_steps(judge, ddim, ddpm),
         _gains_more(judge, ddpm, ddim),
@@ -67,8 +80,8 @@ def _findings_at_guidance(analysis: Analysis, scale: float, *, with_scale: bool)
     ]
     for finding in findings:
         if finding is not None:
-            claim = f"At guidance {scale:g}: {finding.claim}" if with_scale else finding.claim
-            yield Finding(claim, finding.verdict, finding.evidence)
+            claim = f"At {where.removeprefix(', ')}: {finding.claim}" if where else finding.claim
+            yield Finding(claim, finding.verdict if has_seeds else NOT_DISTINGUISHABLE, finding.evidence)
 
 
 class _Judge:
@@ -82,14 +95,16 @@ class _Judge:
         has_drawn = analysis.estimate(analysis.plan.cells[0], Measure.FRECHET) is not None
         self.measures = (Measure.EXACT, Measure.FRECHET if has_drawn else Measure.FRECHET_CONVERGED)
 
-    def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Estimate, Outcome]]:
-        """Yield each measure, its weighted sum over the cells, and whether it favors the cells of positive weight."""
+    def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Judged]]:
+        """Yield each measure and its judged weighted sum over the cells."""
         for measure in self.measures:
-            estimate = self.analysis.contrast(weights, measure)
-            if estimate is not None:
-                yield measure, estimate, estimate.sign * (1 if measure.more_is_better else -1)
+            judged = judge_difference(self.analysis, weights, measure)
+            if judged is not None:
+                yield measure, judged
 
-    def compare(self, cell: Cell, other: Cell, names: tuple[str, str], lead: str = "") -> list[tuple[str, Outcome]]:
+    def compare(
+        self, cell: Cell, other: Cell, names: tuple[str, str], lead: str = "", *, allows_margin: bool = False
+    ) -> list[tuple[str, Outcome]]:
         """Describe the difference between two cells in one sentence per measure.
 
         Args:
@@ -97,22 +112,45 @@ class _Judge:
             other: The cell to compare with.
             names: Text for both cells; the first word of the first name is the subject of the sentence.
             lead: Text in front of each sentence.
+            allows_margin: Whether a cell that is certainly behind by less than the plan's difference of interest
+                counts as ahead.
 
         Returns:
             One (sentence, outcome for ``cell``) pair per measure.
         """
         comparisons = []
-        for measure, difference, outcome in self.contrasts({cell: 1, other: -1}):
+        for measure, judged in self.contrasts({cell: 1, other: -1}):
             values = f"{names[0]} {self.write(cell, measure)}, {names[1]} {self.write(other, measure)}"
-            words = describe_difference(names[0].split()[0], measure, difference, outcome)
-            comparisons.append((f"{lead}{measure.title}: {values}; {words}.", outcome))
+            words = describe_difference(names[0].split()[0], measure, judged)
+            outcome, margin = judged.outcome, self.analysis.plan.detect.get(measure.value)
+            if allows_margin and margin is not None and _is_within(judged, measure, margin):
+                outcome, words = 1, f"{words}, behind by less than {measure.write_difference(margin)}"
+            more = "".join(f"; {text}" for text in self._more(cell, other, measure))
+            comparisons.append((f"{lead}{measure.title}: {values}; {words}{more}.", outcome))
         return comparisons
+
+    def _more(self, cell: Cell, other: Cell, measure: Measure) -> Iterator[str]:
+        """Yield the pairwise wins, and for shares of matches the checker's own error."""
+        counts = count_wins(self.analysis, cell, other, measure)
+        if counts is not None:
+            num_pairs = len(self.analysis.shared_places((cell, other)))
+            yield f"{counts[0]} wins, {counts[1]} losses in {num_pairs} pairs"
+        if measure is Measure.EXACT and self.analysis.checker is not None:
+            yield str(self.analysis.checker)
 
     def write(self, cell: Cell, measure: Measure) -> str:
         """Format a cell's value of ``measure``."""
         estimate = self.analysis.estimate(cell, measure)
         assert estimate is not None
         return measure.write(estimate.value)
+
+
+def _is_within(judged: Judged, measure: Measure, margin: float) -> bool:
+    """Return whether an undecided difference is certainly worse by less than ``margin`` (non-inferiority)."""
+    low, high = judged.difference.low, judged.difference.high
+    if judged.outcome or judged.why_not or low is None or high is None:
+        return False
+    return (low if measure.more_is_better else -high) > -margin
 
 
 def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
@@ -132,16 +170,16 @@ def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell
         return None
     ddpm_gain, ddim_gain = {ddpm[many]: 1.0, ddpm[few]: -1.0}, {ddim[many]: 1.0, ddim[few]: -1.0}
     far_more = {
-        measure: outcome > 0 for measure, _, outcome in judge.contrasts(ddpm_gain | _scaled(-FAR_MORE, ddim_gain))
+        measure: judged.outcome > 0 for measure, judged in judge.contrasts(ddpm_gain | _scaled(-FAR_MORE, ddim_gain))
     }
     evidence, outcomes = [], {}
-    for measure, difference, outcome in judge.contrasts(ddpm_gain | _scaled(-1, ddim_gain)):
-        outcomes[measure] = outcome
+    for measure, judged in judge.contrasts(ddpm_gain | _scaled(-1, ddim_gain)):
+        outcomes[measure] = judged.outcome
         changes = (
             f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
             for name, cells in (("ddpm", ddpm), ("ddim", ddim))
         )
-        gains = describe_gains(measure, difference, outcome, is_far_more=far_more[measure])
+        gains = describe_gains(measure, judged, is_far_more=far_more[measure])
         evidence.append(f"{measure.title}: {' and '.join(changes)}; {gains}.")
     if not outcomes:
         return None
@@ -156,8 +194,10 @@ def _matches_with_ten_steps(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mappin
     if 10 not in dpm or not steps:
         return None
     pairs = ((ddim[n], ("dpmpp_2m with 10 steps", f"ddim with {n}")) for n in steps)
-    comparisons = [comparison for other, names in pairs for comparison in judge.compare(dpm[10], other, names)]
-    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {join_numbers(steps)}, or ahead of it"
+    comparisons = [
+        comparison for other, names in pairs for comparison in judge.compare(dpm[10], other, names, allows_margin=True)
+    ]
+    claim = f"DPM++ 2M with 10 steps is as good as DDIM with {join_numbers(steps)}"
     return _not_behind(claim, comparisons)
 
 
@@ -181,13 +221,13 @@ def _limit_is_as_good(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None
     many = ddpm[max(ddpm)]
     limit = judge.analysis.plan.reference_of(many)
     assert limit is not None, "a sweep has converged images"
-    comparisons = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"))
+    comparisons = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"), allows_margin=True)
     claim = f"The images that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
     return _not_behind(claim, comparisons, otherwise=REPAIR)
 
 
 def _not_behind(claim: str, comparisons: Sequence[tuple[str, Outcome]], otherwise: str = "") -> Finding | None:
-    """Build the finding of a claim that holds unless some measure is behind.
+    """Build the finding of a claim that holds if a measure is not behind by more than a margin, and none is behind.
 
     Args:
         claim: The claim to evaluate.
@@ -196,7 +236,7 @@ def _not_behind(claim: str, comparisons: Sequence[tuple[str, Outcome]], otherwis
     """
     if not comparisons:
         return None
-    evidence, outcomes = [line for line, _ in comparisons], [1 if outcome >= 0 else -1 for _, outcome in comparisons]
+    evidence, outcomes = [line for line, _ in comparisons], [outcome for _, outcome in comparisons]
     evidence += [otherwise] if otherwise and min(outcomes) < 0 else []
     return Finding(claim, _verdict(outcomes), tuple(evidence))
 
@@ -211,7 +251,7 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
         f"{cell.label}: latent RMSE {rmse.value:.3g}{interval(rmse)}, PSNR {psnr.value:.1f} dB{interval(psnr)} "
         "to the converged image of its seed"
     )
-    other_seed = analysis.seed_spread.get(cell.guidance_scale)
+    other_seed = analysis.seed_spread.get(cell.target)
     if other_seed is None:
         return f"{line}; with one seed per prompt there is no other image to compare with.", 0
     share = rmse.value / other_seed
@@ -247,37 +287,41 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
 
 
-def describe_difference(who: str, measure: Measure, difference: Estimate, outcome: Outcome) -> str:
+def describe_difference(who: str, measure: Measure, judged: Judged) -> str:
     """Describe a difference in words; the interval follows the wording, so "better by" has a positive interval.
 
     Args:
         who: Subject of the sentence.
         measure: The measure that was compared.
-        difference: Estimated difference.
-        outcome: Whether the subject is ahead, behind, or not distinguishable.
+        judged: The difference, and whether the subject is ahead, behind, or not distinguishable.
     """
-    amount = measure.write_difference(difference.value)
-    if outcome:
-        return f"{who} is {'better' if outcome > 0 else 'worse'} by {amount}{interval(_absolute(difference), measure)}"
+    difference, amount = judged.difference, measure.write_difference(judged.difference.value)
+    if judged.outcome:
+        word = "better" if judged.outcome > 0 else "worse"
+        return f"{who} is {word} by {amount}{interval(_absolute(difference), measure)}"
     relation = "level" if difference.value == 0 else f"{amount} {'higher' if difference.value > 0 else 'lower'}"
-    return f"{who} is {relation}, {_within_noise(difference, measure)}"
+    return f"{who} is {relation}, {_not_distinguishable(judged, measure)}"
 
 
-def describe_gains(measure: Measure, difference: Estimate, outcome: Outcome, *, is_far_more: bool) -> str:
+def describe_gains(measure: Measure, judged: Judged, *, is_far_more: bool) -> str:
     """Describe in words how much more DDPM gains than DDIM."""
-    amount = measure.write_difference(difference.value)
-    if not outcome:
-        return f"the gains differ by {amount}, {_within_noise(difference, measure)}"
+    difference, amount = judged.difference, measure.write_difference(judged.difference.value)
+    if not judged.outcome:
+        return f"the gains differ by {amount}, {_not_distinguishable(judged, measure)}"
     size = f"{amount}{interval(_absolute(difference), measure)}"
-    if outcome < 0:
+    if judged.outcome < 0:
         return f"ddpm gains less by {size}"
     return f"ddpm gains more by {size}, {'' if is_far_more else 'but not '}clearly more than twice as much"
 
 
-def _within_noise(estimate: Estimate, measure: Measure) -> str:
-    if estimate.low is None or estimate.high is None:
+def _not_distinguishable(judged: Judged, measure: Measure) -> str:
+    """Describe why a difference is not distinguishable from zero."""
+    difference = judged.difference
+    if difference.low is None or difference.high is None:
         return "with too few prompts for a confidence interval"
-    return f"within noise{interval(estimate, measure)}"
+    if judged.why_not:
+        return f"{judged.why_not}{interval(difference, measure)}"
+    return f"within noise{interval(difference, measure)}"
 
 
 def _absolute(estimate: Estimate) -> Estimate:

@@ -20,10 +20,13 @@ from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
-from diffserve.experiments.estimates import Estimate
+from diffserve.experiments.axes import quote, split_axis
+from diffserve.experiments.estimates import CheckerError, Estimate, Measure
+from diffserve.experiments.findings import interval
 from diffserve.experiments.intervals import bootstrap_interval
-from diffserve.experiments.plan import Cell, SweepPlan, quote, split_axis
+from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.records import ImageRecord, features_of
+from diffserve.experiments.report import measure_checker
 from diffserve.experiments.run import OnProgress, ProgressCounter, check_plan, generate_missing, setup_of
 from diffserve.experiments.store import PARTS, Store, refuse_folder, write_whole
 from diffserve.settings.config import DTYPE_ALIASES, replace_removed_dtype
@@ -159,6 +162,7 @@ class _PrecisionResult:
     model: Mapping[str, Any]
     unet_bytes: int
     why_not: str | None
+    checker: CheckerError | None
     store: Store
     records: Mapping[Cell, Sequence[ImageRecord]]
 
@@ -223,6 +227,7 @@ def _run_precision(
             model=provenance.model(engine.info, is_deterministic=engine.is_deterministic),
             unet_bytes=next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
             why_not=check.why_not,
+            checker=measure_checker(engine, check) if reference is None else None,
             store=store,
             records={cell: [store.records(cell)[place] for place in plan.places] for cell in plan.cells},
         )
@@ -269,6 +274,7 @@ def _write(
 ) -> None:
     """Write gate.json, gate.md to commit with a project, and gate.png with sample images of each precision."""
     why_not = next((result.why_not for result in results.values() if result.why_not), None)
+    checker = results[report.gate.reference].checker
     document = {
         "date": provenance.now(),
         "versions": provenance.versions(),
@@ -279,7 +285,11 @@ def _write(
         "reference": report.gate.reference,
         "failed": report.failed,
         "rows": report.rows,
-        "notes": [f"Prompt match was not measured: {why_not}"] if why_not else [],
+        "checker": checker,
+        "notes": [
+            *([f"Prompt match was not measured: {why_not}"] if why_not else []),
+            *([f"Exact prompt match: {checker}, on {checker.count} images of known content."] if checker else []),
+        ],
     }
     thumbnails = [
         [record.thumbnail for record in result.records[plan.cells[0]] if record.thumbnail]
@@ -305,7 +315,7 @@ def _fields(row: GateRow, report: GateReport, *, with_scale: bool) -> tuple[str,
         row.precision,
         f"{row.cell.label}, guidance {row.cell.guidance_scale:g}" if with_scale else row.cell.label,
         "" if row.exact is None else f"{100 * row.exact:.1f} %",
-        "" if change is None else f"{100 * change.value:+.1f} points",
+        "" if change is None else f"{100 * change.value:+.1f} points{interval(change, Measure.EXACT)}",
         "" if row.psnr_db is None else f"{row.psnr_db.value:.1f} dB",
         "" if row.worst_psnr_db is None else f"{row.worst_psnr_db:.1f} dB",
         "" if row.ssim is None else f"{row.ssim:.3f}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.experiments.estimates import CheckerError
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
-from diffserve.experiments.prompts import read_wishes
+from diffserve.experiments.prompts import draw_pictures, read_wishes
 from diffserve.experiments.records import Distance, FinishedImage, ImageRecord, Parts, StoredImage
 from diffserve.world.checker import judge, read_picture
 
@@ -26,6 +27,8 @@ SHOWN_PROMPTS = 3
 """Number of prompts whose first-seed images are stored as thumbnails."""
 
 THUMBNAIL_PX = 128
+NUM_KNOWN_SCENES = 64
+"""Number of rendered scenes that the checker's own error is measured on."""
 
 
 class PromptCheck:
@@ -55,6 +58,38 @@ class PromptCheck:
             return Parts.of(judge(read_picture(pixels), self.wishes[prompt_index]))
         except InvalidRequest:
             return None  # the image size does not match the scale of the sprites
+
+    def error(
+        self, width_px: int, height_px: int, round_trip: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+    ) -> CheckerError | None:
+        """Measure the checker's own error on rendered scenes of the prompts.
+
+        Each image is also judged against another prompt with other objects, which it cannot show.
+
+        Args:
+            width_px: Width of the images.
+            height_px: Height of the images.
+            round_trip: Encodes and decodes an image (H, W, 3) with the model's autoencoder, so that the images have
+                its artifacts like those that the model generates.
+
+        Returns:
+            The error, or ``None`` if the prompts or images of this size cannot be checked.
+        """
+        if self.wishes is None:
+            return None
+        wishes = self.wishes[:NUM_KNOWN_SCENES]
+        each = NUM_KNOWN_SCENES // len(wishes)
+        missed, wrong = [], []
+        for number, pixels in enumerate(draw_pictures(wishes, width_px, height_px, each=each)):
+            wish = wishes[number // each]
+            try:
+                reading = read_picture(round_trip(pixels))
+            except InvalidRequest:
+                return None
+            missed.append(not judge(reading, wish).exact)
+            other = next((w for w in wishes if wish.names and w.names and set(w.names) != set(wish.names)), None)
+            wrong += [] if other is None else [judge(reading, other).exact]
+        return CheckerError(len(missed), sum(missed) / len(missed), sum(wrong) / len(wrong) if wrong else None)
 
 
 class ImageMeasures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.charts import (
@@ -26,16 +28,17 @@ from diffserve.experiments.charts import (
     strip_grid,
     time_measures,
 )
-from diffserve.experiments.estimates import SET_MEASURES, Measure
-from diffserve.experiments.findings import Finding, find
+from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
+from diffserve.experiments.findings import Finding, find, join_numbers
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan, Target
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
-from diffserve.experiments.records import SoloTime
-from diffserve.experiments.report_page import Section, write_markdown, write_page
+from diffserve.experiments.records import ImageRecord, SoloTime
+from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
 from diffserve.experiments.store import Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
+from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
 from diffserve.world.checker import SceneSpec
 
 if TYPE_CHECKING:
@@ -52,11 +55,13 @@ FEW_PICTURES = 64  # as many as there are features
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Results of a finished sweep: table rows, findings and the written files."""
+    """Results of a finished sweep: table rows, findings, comparisons, the checker's error and the written files."""
 
     plan: SweepPlan
     cells: tuple[CellSummary, ...]
     findings: tuple[Finding, ...]
+    comparisons: tuple[Comparison, ...]
+    checker: CheckerError | None
     files: tuple[Path, ...]
 
     @property
@@ -90,10 +95,12 @@ def write_report(
         check: The prompt checker.
         initial_machine: State of the machine when the sweep started.
     """
-    drawn = None if check.wishes is None else draw(check.wishes, *engine.info.good_sizes[0])
-    analysis = analyse(plan, store, drawn)
+    size = engine.info.good_sizes[0]
+    drawn = None if check.wishes is None else draw(check.wishes, *size)
+    checker = measure_checker(engine, check)
+    analysis = analyse(plan, store, drawn, checker)
     summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
-    findings = find(analysis)
+    findings, comparisons = find(analysis), tuple(compare_cells(analysis))
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
@@ -101,26 +108,75 @@ def write_report(
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
         "notes": _notes(plan, engine, drawn, check.why_not, initial_machine),
+        "checker": checker,
         "findings": findings,
+        "comparisons": comparisons,
         "fronts": _fronts(summaries),
         "cells": summaries,
     }
     outputs = _outputs(document, plan, analysis, summaries)
     for name, data in outputs.items():
         write_whole(store.folder / name, data)
-    return SweepReport(plan, summaries, findings, tuple(store.folder / name for name in outputs))
+    files = tuple(store.folder / name for name in outputs)
+    return SweepReport(plan, summaries, findings, comparisons, checker, files)
 
 
-def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis:
+def records_of_looks(plan: SweepPlan, records: Mapping[Place, ImageRecord]) -> dict[Place, ImageRecord]:
+    """Return a cell's records up to the last look that is complete."""
+    for num_seeds in reversed(plan.looks or (plan.num_seeds,)):
+        places = plan.places_until(num_seeds)
+        if all(place in records for place in places):
+            return {place: records[place] for place in places}
+    return dict(records)
+
+
+def read_deviations(previous: Path, num_seeds: int) -> dict[tuple[Cell, Cell, str], float]:
+    """Read the deviations of comparisons from a report.json or the folder that holds it.
+
+    Deviations of reports with more seeds per prompt are scaled up for ``num_seeds``, as if they were due to the seeds
+    alone; those of reports with fewer seeds are not scaled down. Both errors are on the safe side.
+
+    Raises:
+        InvalidRequest: The file cannot be read or is not a report with comparisons.
+    """
+    file = previous / JSON if previous.is_dir() else previous
+    try:
+        document = msgspec.json.decode(file.read_bytes(), type=_PreviousReport)
+    except (OSError, msgspec.MsgspecError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a report with comparisons"
+        raise InvalidRequest(f"cannot read {str(file)!r}: {why}.", param="previous") from None
+    num_prompts = len(document.plan.prompts)
+    return {
+        (each.cell, each.baseline, each.measure): each.deviation
+        * math.sqrt(max(1.0, each.num_pairs / num_prompts / num_seeds))
+        for each in document.comparisons
+        if each.deviation is not None
+    }
+
+
+class _PreviousReport(msgspec.Struct):
+    """The part of a report.json that the power of the next sweep follows from."""
+
+    plan: SweepPlan
+    comparisons: tuple[Comparison, ...]
+
+
+def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
+    """Measure the checker's own error on rendered scenes after the model's autoencoder; see ``PromptCheck.error``."""
+    vae = engine.model.vae
+    return check.error(*engine.info.good_sizes[0], lambda pixels: vae.decode(vae.encode(pixels[None]))[0])
+
+
+def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None, checker: CheckerError | None = None) -> Analysis:
     """Build the analysis of all records, including distances between sets."""
-    records = {cell: store.records(cell) for cell in plan.all_cells}
+    records = {cell: records_of_looks(plan, store.records(cell)) for cell in plan.all_cells}
     without_distances = Analysis(plan, records, drawn)
     values = {
         (cell, measure): value
         for cell, measure in product(records, SET_MEASURES)
         if (value := set_value(without_distances, cell, measure)) is not None
     }
-    return Analysis(plan, records, drawn, values, seed_spread(plan, store))
+    return Analysis(plan, records, drawn, values, seed_spread(plan, store), checker=checker)
 
 
 def _outputs(
@@ -129,13 +185,13 @@ def _outputs(
     """Render every file by name, the HTML page last."""
     title, facts = f"Sampler sweep of {document['model']['id']}", _facts(document, plan)
     findings, notes = document["findings"], document["notes"]
-    sections = sections_of(analysis, summaries)
+    sections, tables = sections_of(analysis, summaries), Tables(summaries, document["comparisons"], analysis.checker)
     return {
-        CSV: write_csv(summaries).encode(),
+        CSV: write_csv(summaries, analysis.checker).encode(),
         JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
         **files_of(analysis, summaries),
-        SUMMARY: write_markdown(title, facts, findings, OVERVIEW, summaries, notes).encode(),
-        PAGE: write_page(title, facts, findings, sections, summaries, notes).encode(),
+        SUMMARY: write_markdown(title, facts, findings, OVERVIEW, tables, notes).encode(),
+        PAGE: write_page(title, facts, findings, sections, tables, notes).encode(),
     }
 
 
@@ -160,8 +216,8 @@ def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
     return distance(reference.features, painted.features)
 
 
-def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
-    """Compute by guidance the mean latent RMSE between converged images of one prompt with consecutive seeds."""
+def seed_spread(plan: SweepPlan, store: Store) -> dict[Target, float]:
+    """Compute by target the mean latent RMSE between converged images of one prompt with consecutive seeds."""
     spreads = {}
     for cell in plan.references:
         distances = []
@@ -170,7 +226,7 @@ def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
             latents = [image.latents for image in images if image is not None and image.latents is not None]
             distances += [latent_rmse(a, b) for a, b in pairwise(latents)]
         if distances:
-            spreads[cell.guidance_scale] = fmean(distances)
+            spreads[cell.target] = fmean(distances)
     return spreads
 
 
@@ -187,13 +243,16 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
+    counts = sorted({summary.num_images for summary in document["cells"]})
+    num_images = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     load = f", load {machine['load_average'][0]:.1f} at the start" if machine["load_average"] else ""
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
-        "cells": f"{len(plan.cells)}, {len(plan.places)} images each",
+        "cells": f"{len(plan.cells)}, {num_images} images each",
         "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
+        **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),
@@ -203,11 +262,14 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
 def _notes(
     plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, initial_machine: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    num_images = len(plan.places)
+    num_images = len(plan.places_until(plan.looks[0] if plan.looks else plan.num_seeds))
     notes = [
         "Paired comparison: every cell generates the same prompts with the same seeds, and so from the same initial "
         "latents; each prompt has its own seeds. Intervals are 95 % bootstrap intervals over prompts: all images of a "
         "prompt are resampled together, and differences between cells are computed per image first.",
+        f"A difference is not distinguishable if its interval holds zero, with fewer than {LEAST_SEEDS} seeds per "
+        f"prompt, or for a gap between Frechet distances under {100 * LEAST_FRECHET_GAP:.1f} %, which retraining and "
+        "reseeding cause by themselves (arXiv 2606.20536). Intervals are not corrected for the number of comparisons.",
         "Converged: DDIM without added noise, same seed. Latent RMSE, PSNR and SSIM measure the similarity to that "
         "image. They favor DDIM, which converges to it; a sampler that adds noise finds another good image.",
         f"Frechet distance and KID are computed by torchmetrics, {num_images} images per cell, with a fixed network "
@@ -219,9 +281,16 @@ def _notes(
         "is charged its share of every tick that it was part of, by rows, while the cells shared the engine.",
         "The Pareto front uses only the values; check the intervals before you trust a small difference.",
     ]
+    if len(plan.looks) > 1:
+        notes.append(
+            f"Verdicts were looked at after {join_numbers(plan.looks)} seeds per prompt; cells without an open verdict "
+            "got no more images. Intervals of differences are repeated confidence intervals with the bounds of Lan and "
+            "DeMets (1983) for spending like O'Brien and Fleming's: all looks together have the level of 5 %. "
+            "Distances between sets use the images that all cells have."
+        )
     if drawn is not None:
         each = len(drawn.features) // len(plan.prompts)
-        notes.insert(3, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
+        notes.insert(4, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
     if why_not is not None:
         notes.append(f"Prompt match and the distance to rendered scenes were not measured: {why_not}")
     if num_images <= FEW_PICTURES:
@@ -288,9 +357,8 @@ def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
     """Return the stored PNG thumbnails of the first prompts by cell."""
     shown = []
     for prompt in range(len(analysis.plan.prompts)):
-        index = analysis.plan.places.index((prompt, 0))
-        optional_thumbnails = {cell: analysis.records(cell)[index].thumbnail for cell in analysis.plan.all_cells}
-        thumbnails = {cell: thumbnail for cell, thumbnail in optional_thumbnails.items() if thumbnail is not None}
+        records = {cell: analysis.record(cell, (prompt, 0)) for cell in analysis.plan.all_cells}
+        thumbnails = {cell: record.thumbnail for cell, record in records.items() if record and record.thumbnail}
         if not thumbnails:
             break
         shown.append(thumbnails)

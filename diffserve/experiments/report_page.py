@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
-from diffserve.experiments.estimates import Measure
+from diffserve.experiments.estimates import CheckerError, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
+from diffserve.experiments.plan import cell_names
 from diffserve.experiments.summary import CellSummary
+from diffserve.experiments.verdicts import Comparison, comparison_table
 
 COLUMNS = (
     Measure.EXACT,
@@ -32,9 +34,28 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 
 UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
 LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
+COMPARISONS_NOTE: Final = (
+    "Difference: the first cell minus the second, paired by prompt and seed, with its 95 % interval. Wins and losses: "
+    "pairs in which the image of the first cell is better or worse."
+)
 UNANSWERED: Final = (
     "These cells answer none of the usual questions; sweep ddim, ddpm and dpmpp_2m with 10 to 100 steps."
 )
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of a report: the cells, their comparisons, and the checker's own error if prompts can be checked."""
+
+    summaries: Sequence[CellSummary]
+    comparisons: Sequence[Comparison] = ()
+    checker: CheckerError | None = None
+
+    def head(self, measure: Measure) -> str:
+        """Return the title of a measure's column, for the share of matches with the checker's own error."""
+        if measure is Measure.EXACT and self.checker is not None:
+            return f"{measure.short_title} ({self.checker})"
+        return measure.short_title
 
 
 def write_markdown(
@@ -42,7 +63,7 @@ def write_markdown(
     facts: Mapping[str, Any],
     findings: Sequence[Finding],
     picture: str,
-    summaries: Sequence[CellSummary],
+    tables: Tables,
     notes: Sequence[str],
 ) -> str:
     """Render the report as Markdown with all user text escaped.
@@ -52,7 +73,7 @@ def write_markdown(
         facts: Names and values of the summary list.
         findings: Evaluated claims.
         picture: Name of the image file in the same folder.
-        summaries: One table row per cell.
+        tables: The cells and their comparisons.
         notes: Notes on the method.
     """
     parts = [
@@ -63,7 +84,8 @@ def write_markdown(
         *([part for finding in findings for part in _finding(finding)] or [UNANSWERED]),
         "## All cells",
         "95 % intervals in parentheses. Times are for one image alone; images per second are for the full engine.",
-        "\n".join(_markdown_table(summaries)),
+        "\n".join(_markdown_table(tables)),
+        *_markdown_comparisons(tables.comparisons),
         "## How it was measured",
         *_list([_plain(note) for note in notes]),
     ]
@@ -75,30 +97,32 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield from _list([_plain(line) for line in finding.evidence])
 
 
-def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
+def _markdown_comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    heads, *rows = comparison_table(comparisons)
+    if rows:
+        yield "## Comparisons"
+        yield COMPARISONS_NOTE
+        yield "\n".join(map(_line, [heads, ["---"] * len(heads), *([_plain(text) for text in row] for row in rows)]))
+
+
+def _markdown_table(tables: Tables) -> Iterator[str]:
+    summaries = tables.summaries
     measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
-    heads = ["cell", *(measure.short_title for measure in measures), "ms per step", "s per image", "images/s"]
+    heads = ["cell", "network evaluations", *map(tables.head, measures), "ms per step", "s per image", "images/s"]
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])
-    for summary, label in _with_labels(summaries):
+    names = cell_names(summary.cell for summary in summaries)
+    for summary in summaries:
         values = [_value(summary, measure, " ({})") for measure in measures]
         yield _line(
             [
-                _plain(label),
+                _plain(names[summary.cell]),
+                f"{summary.evaluations:g}",
                 *values,
                 f"{summary.step_ms.value:.1f}",
                 f"{summary.alone_s:.2f}",
                 f"{summary.images_per_s:.2f}",
             ]
-        )
-
-
-def _with_labels(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary, str]]:
-    several = len({summary.cell.guidance_scale for summary in summaries}) > 1
-    for summary in summaries:
-        yield (
-            summary,
-            f"{summary.cell.label}, guidance {summary.cell.guidance_scale:g}" if several else summary.cell.label,
         )
 
 
@@ -143,7 +167,7 @@ def write_page(
     facts: Mapping[str, Any],
     findings: Sequence[Finding],
     sections: Iterable[Section],
-    summaries: Sequence[CellSummary],
+    tables: Tables,
     notes: Sequence[str],
 ) -> str:
     """Render the report as a self-contained HTML page.
@@ -153,7 +177,7 @@ def write_page(
         facts: Names and values of the summary list.
         findings: Evaluated claims.
         sections: Sections with figures.
-        summaries: One table row per cell.
+        tables: The cells and their comparisons.
         notes: Notes on the method.
     """
     body = [
@@ -163,7 +187,8 @@ def write_page(
         "</dl>",
         *_findings(findings),
         *(part for section in sections for part in _section(section)),
-        *_table(summaries),
+        *_table(tables),
+        *_comparisons(tables.comparisons),
         "<h2>How it was measured</h2><ul>",
         *(f"<li>{escape(note)}</li>" for note in notes),
         "</ul>",
@@ -224,18 +249,20 @@ def _picture(what: str, webp: bytes | None) -> str:
     return f'<td><img alt="{escape(what)}" src="data:image/webp;base64,{base64.b64encode(webp).decode()}"></td>'
 
 
-def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
+def _table(tables: Tables) -> Iterator[str]:
+    summaries = tables.summaries
     measures = [measure for measure in Measure if any(summary.value(measure) for summary in summaries)]
-    heads = ["cell", *(measure.short_title for measure in measures)]
-    heads += ["UNet rows per image", "ms per step, alone", "s per image, alone", "images/s, full engine"]
+    heads = ["cell", *map(tables.head, measures)]
+    heads += ["network evaluations", "ms per step, alone", "s per image, alone", "images/s, full engine"]
     note = "Below each value: its 95 % interval. Below each time: minimum and maximum."
     yield f'<h2>All cells</h2><p class="note">{note}</p>'
     yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"
-    for summary, label in _with_labels(summaries):
+    names = cell_names(summary.cell for summary in summaries)
+    for summary in summaries:
         cells = "".join(f"<td>{cell}</td>" for cell in _row(summary, measures))
-        yield f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
+        yield f'<tr><th scope="row">{escape(names[summary.cell])}</th>{cells}</tr>'
     yield "</tbody></table></div>"
 
 
@@ -245,3 +272,17 @@ def _row(summary: CellSummary, measures: Iterable[Measure]) -> Iterator[str]:
     yield f"{summary.step_ms.value:.1f}<small>{summary.step_ms.low:.1f} to {summary.step_ms.high:.1f}</small>"
     yield f"{summary.alone_s:.2f}"
     yield f"{summary.images_per_s:.2f}"
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    heads, *rows = comparison_table(comparisons)
+    if not rows:
+        return
+    yield f'<h2>Comparisons</h2><p class="note">{escape(COMPARISONS_NOTE)}</p>'
+    yield '<div class="wide"><table class="cells"><thead><tr>'
+    yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    yield "</tr></thead><tbody>"
+    for name, *texts in rows:
+        cells = "".join(f"<td>{_escape_evidence(text)}</td>" for text in texts)
+        yield f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
+    yield "</tbody></table></div>"

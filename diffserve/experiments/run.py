@@ -6,7 +6,11 @@ Heavy libraries are imported only when one of them runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from diffserve.experiments import prompts as prompt_lists
+from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import Value
 from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
+from diffserve.experiments.estimates import Measure
 from diffserve.experiments.generation import complete, generate_measured
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.plan import (
@@ -28,18 +35,21 @@ from diffserve.experiments.plan import (
     Cell,
     PlannedImage,
     SweepPlan,
+    cell_names,
 )
+from diffserve.experiments.power import describe_power
 from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
-from diffserve.experiments.report import RESULTS, SweepReport, write_report
+from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
 from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
+from diffserve.experiments.verdicts import Comparison, open_comparisons
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,10 @@ class SweepProgress:
 OnProgress = Callable[[SweepProgress], None]
 
 
+class _TimeIsUpError(Exception):
+    """No more images are added to a sweep that runs until it is decided."""
+
+
 def sweep(
     model: str | Path | Engine = "embedded",
     *,
@@ -70,6 +84,7 @@ def sweep(
     steps: Sequence[int] = DEFAULT_STEPS,
     guidance: float | Sequence[float] | None = None,
     prompts: int | Sequence[str] = DEFAULT_PROMPTS,
+    axes: Mapping[str, Sequence[Value]] | None = None,
     seeds: int = DEFAULT_SEEDS,
     first_seed: int = 0,
     reference_steps: int = REFERENCE_STEPS,
@@ -85,6 +100,7 @@ def sweep(
         samplers: Sampler names.
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
+        axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``.
         prompts: Prompt texts, or the number of held-out captions of the embedded model to use.
         seeds: Images per prompt.
         first_seed: Seed of the first image.
@@ -103,6 +119,7 @@ def sweep(
         steps=tuple(steps),
         guidance=(1.0,) if scales is None else tuple(scales),
         prompts=texts,
+        axes={name: tuple(values) for name, values in (axes or {}).items()},
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
@@ -112,6 +129,38 @@ def sweep(
     if scales is None:
         plan = msgspec.structs.replace(plan, guidance=(engine.info.default_guidance_scale,))
     return run_plan(engine, plan, Path(folder), on_progress)
+
+
+def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
+    """Describe which differences the comparisons of ``plan`` can detect.
+
+    Args:
+        plan: The plan.
+        previous: A previous report.json, or its folder, with the deviations of the same cells.
+
+    Raises:
+        InvalidRequest: ``previous`` cannot be read.
+    """
+    num_seeds = plan.looks[0] if plan.looks else plan.num_seeds
+    known = {} if previous is None else read_deviations(previous, num_seeds)
+    names = cell_names(plan.cells)
+    measures = [Measure(name) for name in plan.detect]
+    comparisons = [
+        (f"{names[cell]} against {names[baseline]}", measure, known.get((cell, baseline, measure.value)))
+        for cell, baseline in plan.comparisons
+        for measure in measures
+    ]
+    return list(describe_power(comparisons, len(plan.prompts), num_seeds, plan.detect))
+
+
+def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]) -> Iterator[str]:
+    """Describe the power of comparisons that were measured with ``num_seeds`` seeds per prompt."""
+    names = cell_names(plan.cells)
+    known = [
+        (f"{names[each.cell]} against {names[each.baseline]}", Measure(each.measure), each.deviation)
+        for each in comparisons
+    ]
+    return describe_power(known, len(plan.prompts), num_seeds, plan.detect)
 
 
 def refuse_early(plan: SweepPlan, folder: Path) -> None:
@@ -124,18 +173,39 @@ def refuse_early(plan: SweepPlan, folder: Path) -> None:
     refuse_other_sweep(folder, _plan_setup(plan))
 
 
-def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
-    """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`."""
+def run_plan(
+    engine: Engine,
+    plan: SweepPlan,
+    folder: Path,
+    on_progress: OnProgress | None = None,
+    max_minutes: float | None = None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> SweepReport:
+    """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`.
+
+    Args:
+        engine: The engine, not used elsewhere during the sweep.
+        plan: The plan. With several looks, cells without an open verdict get no more images after a look.
+        folder: Output folder.
+        on_progress: Called with the progress of the sweep.
+        max_minutes: Time after which no images are added to those of the first look.
+        on_note: Called with sentences about open verdicts after each look but the last.
+    """
+    deadline_s = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     plan.check(engine.info)
     check = check_plan(engine, plan)
     initial_machine = machine()
     with Store(folder, setup_of(engine, plan, check), results=RESULTS) as store:
-        images = store.missing(plan)
         times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
         times = _read_times(store, times_name, plan)
         timed_rows = 0 if times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
-        counter = ProgressCounter(on_progress, sum(image.cell.rows for image in images) + timed_rows)
-        generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
+        counter = ProgressCounter(on_progress, timed_rows)
+        with contextlib.suppress(_TimeIsUpError):
+            for images in _images_of_looks(plan, store, on_note):
+                counter.expect(sum(image.cell.rows for image in images))
+                generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
+                counter.deadline_s = deadline_s
+        counter.deadline_s = math.inf
         if not times:
             times = time_alone(engine, plan, lambda cell: counter.add("timing", cell.rows))
             store.write_json(times_name, {cell.slug: time for cell, time in times.items()})
@@ -145,18 +215,49 @@ def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgr
         )
 
 
+def _images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
+    """Yield the missing images of each look; after the first only those of cells with an open verdict.
+
+    The verdicts of a look use only its seeds, so that a resumed sweep makes the same decisions.
+    """
+    cells, before = set(plan.all_cells), 0
+    for num_seeds in plan.looks or (plan.num_seeds,):
+        if before:
+            places = plan.places_until(before)
+            complete = {cell: store.records(cell) for cell in plan.all_cells}
+            analysis = Analysis(plan, complete, places=places)
+            comparisons = open_comparisons(analysis)
+            on_note(f"after {before} seeds per prompt, {len(comparisons)} verdicts are open")
+            for sentence in _power_of(plan, before, comparisons):
+                on_note(sentence)
+            cells = {cell for each in comparisons for cell in (each.cell, each.baseline)}
+            cells |= {reference for cell in cells if (reference := plan.reference_of(cell)) is not None}
+        if not cells:
+            return
+        yield [image for image in store.missing(plan) if image.seed_index < num_seeds and image.cell in cells]
+        before = num_seeds
+
+
 class ProgressCounter:
     """Counts finished UNet rows and reports the progress.
 
     Args:
         on_progress: Called with the progress of the run.
         num_rows: UNet rows that are missing.
+
+    Attributes:
+        deadline_s: Monotonic time after which :meth:`add` raises ``_TimeIsUpError``.
     """
 
     def __init__(self, on_progress: OnProgress | None, num_rows: int) -> None:
         self._on_progress = on_progress
         self._num_rows = num_rows
         self._rows_done = 0.0
+        self.deadline_s = math.inf
+
+    def expect(self, rows: int) -> None:
+        """Add ``rows`` to the UNet rows that are missing."""
+        self._num_rows += rows
 
     def add(self, phase: str, rows: float = 0.0, finished: Cell | None = None) -> None:
         """Add ``rows`` and report the progress of ``phase``, with the cell that was just completed, if any."""
@@ -164,6 +265,8 @@ class ProgressCounter:
         if self._on_progress is not None:
             rows_done = min(int(self._rows_done), self._num_rows)
             self._on_progress(SweepProgress(phase, rows_done, self._num_rows, finished))
+        if time.monotonic() > self.deadline_s:
+            raise _TimeIsUpError
 
 
 def check_plan(engine: Engine, plan: SweepPlan) -> PromptCheck:
@@ -201,11 +304,15 @@ def generate_missing(
         return
     from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
+    num_left = Counter(image.cell for image in images)
+
     def count(event: GenerationEvent) -> None:
         if isinstance(event, RowsDone):
             on_rows(sum(event.rows.values()), None)
-        elif isinstance(event, FinishedImage) and len(store.records(event.image.cell)) == len(plan.places):
-            on_rows(0.0, event.image.cell)
+        elif isinstance(event, FinishedImage):
+            num_left[event.image.cell] -= 1
+            if not num_left[event.image.cell]:
+                on_rows(0.0, event.image.cell)
 
     measures = ImageMeasures(check, FeatureNetwork())
     engine.warm_up()  # so that its time is not charged to an image
@@ -253,4 +360,5 @@ def _plan_setup(plan: SweepPlan) -> dict[str, Any]:
         "num_seeds": plan.num_seeds,
         "first_seed": plan.first_seed,
         "reference_steps": plan.reference_steps,
+        **({"looks": plan.looks} if plan.looks else {}),
     }

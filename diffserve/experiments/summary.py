@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import CheckerError, Estimate, Measure
 from diffserve.experiments.plan import Cell
 
 if TYPE_CHECKING:
@@ -78,18 +78,25 @@ def summarise(analysis: Analysis, cell: Cell, time: SoloTime) -> CellSummary:
     )
 
 
-def write_csv(summaries: Sequence[CellSummary], *, seconds_are: str | None = None) -> str:
+def write_csv(
+    summaries: Sequence[CellSummary], checker: CheckerError | None = None, *, seconds_are: str | None = None
+) -> str:
     """Format the table as CSV with one line per cell.
 
     Missing measures are empty fields. Columns of engine time are omitted if it is unknown.
 
     Args:
         summaries: The rows.
+        checker: The checker's own error, added as columns if it was measured.
         seconds_are: Origin of the seconds, added as a column if set.
     """
     measures = [measure for measure in Measure if any(summary.value(measure) for summary in summaries)]
-    extra = {} if seconds_are is None else {"seconds_are": seconds_are}
-    rows = [dict(_fields(summary, measures)) | extra for summary in summaries]
+    extra: dict[str, object] = {} if seconds_are is None else {"seconds_are": seconds_are}
+    if checker is not None:
+        extra |= {"checker_missed": f"{checker.missed:.6g}"}
+        extra |= {"checker_wrong": "" if checker.wrong is None else f"{checker.wrong:.6g}"}
+    names = dict.fromkeys(name for summary in summaries for name, _ in summary.cell.settings)
+    rows = [dict(_fields(summary, measures, names)) | extra for summary in summaries]
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -97,9 +104,11 @@ def write_csv(summaries: Sequence[CellSummary], *, seconds_are: str | None = Non
     return file.getvalue()
 
 
-def _fields(summary: CellSummary, measures: Iterable[Measure]) -> Iterator[tuple[str, object]]:
+def _fields(summary: CellSummary, measures: Iterable[Measure], names: Iterable[str]) -> Iterator[tuple[str, object]]:
     cell = summary.cell
     yield from {"sampler": cell.sampler, "steps": cell.num_steps, "guidance": f"{cell.guidance_scale:g}"}.items()
+    settings = dict(cell.settings)
+    yield from ((name, settings.get(name, "")) for name in names)
     yield from {"converged": int(cell.is_reference), "spacing": summary.spacing, "images": summary.num_images}.items()
     yield "evaluations", f"{summary.evaluations:g}"
     for measure in measures:

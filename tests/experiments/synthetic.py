@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan import Cell, SweepPlan, Target
 from diffserve.experiments.records import Distance, ImageRecord, Parts, SoloTime
 
 NUM_FEATURES = 4
@@ -15,11 +16,11 @@ Quality = Callable[[Cell], float]
 
 
 def plan_of(
-    samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: int
+    samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: Any
 ) -> SweepPlan:
-    """Return a plan of 40 prompts, two seeds each unless ``options`` override them."""
+    """Return a plan of 40 prompts, three seeds each unless ``options`` override them."""
     prompts = tuple(f"prompt {index}" for index in range(options.pop("num_prompts", 40)))
-    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 2, **options})
+    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 3, **options})
 
 
 def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dict[tuple[int, int], ImageRecord]]:
@@ -47,7 +48,7 @@ def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dic
 
 
 def analysis_of(
-    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[float, float] | None = None
+    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[Target, float] | None = None
 ) -> Analysis:
     """Return an analysis without distances between sets."""
     return Analysis(plan, records_of(plan, exact, rmse), seed_spread=seed_spread)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from diffserve.experiments.plan import SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.axes import numbers, split_axis, whole_numbers
+from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.report import CSV, JSON, OVERVIEW, SUMMARY
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from diffserve.experiments.findings import (
     AS_EXPECTED,
     IN_PART,
-    NOT_DISTINGUISHABLE,
     OTHERWISE,
     REPAIR,
     Finding,
     find,
 )
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.verdicts import NOT_DISTINGUISHABLE
 from tests.experiments.synthetic import analysis_of, plan_of
 
 PAPERS = {
@@ -35,7 +35,7 @@ def findings(
         return shares.get((cell.sampler, cell.num_steps), 0.95)
 
     plan = plan_of(samplers, STEPS)
-    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: seed_spread})))
+    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {(3.0, ()): seed_spread})))
 
 
 def verdict(results: list[Finding], start: str) -> str:
@@ -48,7 +48,7 @@ def test_what_the_papers_say_is_found_where_the_data_say_it() -> None:
     assert [finding.claim for finding in results] == [
         "DDIM is ahead of DDPM at 5, 10 and 20 steps",
         "DDPM gains far more than DDIM from 10 to 100 steps",
-        "DPM++ 2M with 10 steps is within noise of DDIM with 20 and 100, or ahead of it",
+        "DPM++ 2M with 10 steps is as good as DDIM with 20 and 100",
         "With the same seed DDIM at 20 steps is close to its converged image, and DDPM is not",
         "The images that DDIM converges to are as good as those of DDPM with 100 steps",
     ]
@@ -81,7 +81,9 @@ def test_more_but_not_far_more_is_in_part() -> None:
 def test_the_interval_of_an_advantage_is_above_zero_whichever_way_the_measure_counts() -> None:
     for shares, word in ((PAPERS, "better"), (PAPERS | {("ddpm", 5): 1.0}, "worse")):
         line = findings(shares)[0].evidence[0]
-        ends = re.search(rf"ddim is {word} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\)\.", line)
+        ends = re.search(
+            rf"ddim is {word} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\); \d+ wins, \d+ losses", line
+        )
         assert ends is not None, line
         assert 0 < float(ends[1]) < float(ends[2])
 
@@ -117,3 +119,14 @@ def test_cells_that_answer_nothing_give_no_claim() -> None:
     assert find(analysis_of(plan_of(("euler",), (10, 20)), lambda _: 0.5)) == ()
     alone = find(analysis_of(plan_of(("ddim",), (10, 20)), lambda _: 0.5))
     assert alone == ()
+
+
+def test_as_good_needs_enough_images_to_rule_out_that_it_is_worse() -> None:
+    def verdict_of(num_prompts: int) -> str:
+        plan = plan_of(("ddim", "dpmpp_2m"), (10, 20), num_prompts=num_prompts)
+        (finding,) = [each for each in find(analysis_of(plan, lambda _: 0.8)) if each.claim.startswith("DPM++")]
+        assert ("behind by less than 5.0 points" in finding.evidence[0]) == (finding.verdict == AS_EXPECTED)
+        return finding.verdict
+
+    assert verdict_of(12) == NOT_DISTINGUISHABLE
+    assert verdict_of(400) == AS_EXPECTED

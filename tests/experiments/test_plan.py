@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import plan
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
+from diffserve.experiments.engine_generator import request_for
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from tests.engine.simulated_scheduler import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
@@ -173,3 +176,99 @@ def test_what_is_given_many_times_is_looked_at_once(monkeypatch: pytest.MonkeyPa
     large_plan = plan_of(samplers=("ddim",) * 100_000, steps=(5,) * 100_000, guidance=(3.0,) * 100_000)
     assert large_plan.cells == (Cell("ddim", 5, 3.0),)
     assert len(looked_at) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("4,8,10-50 (+10)", (4, 8, 10, 20, 30, 40, 50)),
+        ("1-3 [5]", (1, 1, 2, 2, 3)),
+        ("3-6", (3, 4, 5, 6)),
+        ("10-2 (-4)", (10, 6, 2)),
+        ("-2-1", (-2, -1, 0, 1)),
+    ],
+)
+def test_ranges_of_whole_numbers_are_those_of_a1111(text: str, values: tuple[int, ...]) -> None:
+    assert whole_numbers(text, "--steps") == values
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0-1 [5]", (0, 0.25, 0.5, 0.75, 1)),
+        ("0.1-0.4 (+0.1), 7", (0.1, 0.2, 0.3, 0.4, 7)),
+        ("1-3", (1, 2, 3)),
+        ("1e-3", (0.001,)),
+    ],
+)
+def test_ranges_of_numbers_are_those_of_a1111(text: str, values: tuple[float, ...]) -> None:
+    assert numbers(text, "--guidance") == values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("50-10", "'50-10', which is an empty range; write FROM-TO"),
+        ("1-3 [0]", "empty range"),
+        ("1-3 (+0)", "empty range"),
+        ("1-1000", "a range of 1000 values; at most 100"),
+        ("1-" + "9" * 18, "at most 100"),
+        ("1.5-3", "'1.5', which is not a whole number"),
+    ],
+)
+def test_a_range_without_values_or_with_too_many_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        whole_numbers(text, "--steps")
+
+
+def test_fields_of_requests_are_axes() -> None:
+    texts = ("eta=0,0.5", "--guidance-interval=0-1,0.2-0.8", "cache_interval=1-3", "lora:style/ink=0-1 [3]")
+    axes = {name: read_values(name, values) for name, values in map(read_axis, texts)}
+    assert axes == {
+        "eta": (0.0, 0.5),
+        "guidance_interval": ("0-1", "0.2-0.8"),
+        "cache_interval": (1, 2, 3),
+        "lora:style/ink": (0.0, 0.5, 1.0),
+    }
+    plan = plan_of(samplers=("ddim",), steps=(5, 20), axes=axes)
+    assert len(plan.cells) == 2 * 2 * 2 * 3 * 3
+    assert len({cell.slug for cell in plan.all_cells}) == len(plan.all_cells)
+    assert len(plan.references) == 3, "only the LoRA changes the image that more steps converge to"
+    last = plan.cells[-1]
+    assert last.label == "ddim 20, eta 0.5, guidance_interval 0.2-0.8, cache_interval 3, lora:style/ink 1"
+    request = request_for(plan, last, (0, 0)).diffusion
+    assert (request.eta, request.guidance_interval, request.cache_interval) == (0.5, (0.2, 0.8), 3)
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("style/ink", 1.0)]
+    assert len([pair for pair in plan.comparisons if pair[0] == last]) == 4
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=SweepPlan) == plan
+
+
+def test_sizes_and_other_fields_of_the_table_reach_the_request() -> None:
+    plan = plan_of(samplers=("ddim",), steps=(5,), axes={"size": ("128x64", "auto"), "spacing": ("leading",)})
+    small, native = (request_for(plan, cell, (0, 0)) for cell in plan.cells)
+    assert (small.width_px, small.height_px, native.width_px) == (128, 64, None)
+    assert small.diffusion.spacing == "leading"
+    assert [dict(cell.settings) for cell in plan.references] == [{"size": "128x64"}, {"size": "auto"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eta", "--axis is 'eta'; write it as NAME=VALUES"),
+        ("beauty=1", "'beauty' is not an axis; the axes are num_inference_steps, sampler"),
+        ("seed=1,2", "seed cannot be an axis: all cells share their seeds"),
+        ("eta=", "eta is empty"),
+        ("eta=much", "eta has 'much', which is not a number"),
+        ("eta=0-3", "eta is 2"),
+        ("cache_interval=0", "cache_interval is 0"),
+        ("guidance_interval=0.5", "guidance_interval has '0.5'; write FROM-TO"),
+        ("guidance_interval=0.8-0.2", "give two fractions with 0 <= from <= to <= 1"),
+        ("size=big", "size is 'big'"),
+        ("noise_source=moon", "noise_source is 'moon'"),
+        ("lora:/etc/x=1", "a LoRA's name is '/etc/x'"),
+        ("micro_conditioning=large", "micro_conditioning"),
+    ],
+)
+def test_an_axis_that_requests_do_not_allow_is_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        plan_of(axes={name: read_values(name, values) for name, values in [read_axis(text)]})

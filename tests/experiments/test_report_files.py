@@ -17,7 +17,7 @@ from diffserve.experiments.charts import StripGrid, over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import Section, write_markdown, write_page
+from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -40,7 +40,7 @@ def png(color: int) -> bytes:
 
 def test_a_row_holds_measures_times_and_throughput(summaries: tuple[CellSummary, ...]) -> None:
     summary = summaries[0]
-    assert (summary.cell, summary.num_images, summary.spacing) == (Cell("ddpm", 5, 3.0), 80, "trailing")
+    assert (summary.cell, summary.num_images, summary.spacing) == (Cell("ddpm", 5, 3.0), 120, "trailing")
     assert summary.evaluations == 10
     assert summary.step_ms == Estimate(10.0, 9.0, 11.0)
     assert summary.images_per_s == pytest.approx(1 / 0.05)
@@ -93,7 +93,7 @@ def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tupl
         Section("seconds", (), charts=over_seconds(summaries, [Measure.SSIM])),
         Section("strips", (), strips={NASTY: strip}),
     ]
-    text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, summaries, [NASTY])
+    text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, Tables(summaries), [NASTY])
     page = Page(text)
     (address,) = [address for address in page.addresses if not address.startswith("#")]
     assert address.startswith("data:image/webp;base64,")
@@ -107,23 +107,23 @@ def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tupl
 
 
 def test_a_page_without_findings_says_so(summaries: tuple[CellSummary, ...]) -> None:
-    assert "answer none of the usual questions" in write_page("t", {}, (), [], summaries, [])
+    assert "answer none of the usual questions" in write_page("t", {}, (), [], Tables(summaries), [])
 
 
 def test_the_table_of_the_page_writes_a_unit_once_and_the_guidance_only_where_there_are_several(
     summaries: tuple[CellSummary, ...],
 ) -> None:
-    text = write_page("t", {}, (), [], summaries, [])
+    text = write_page("t", {}, (), [], Tables(summaries), [])
     assert re.search(r"<td>60\.0 %<small>[\d.]+ to [\d.]+ %</small></td>", text)
     assert "guidance 3" not in text
     other = msgspec.structs.replace(summaries[0], cell=Cell("ddpm", 5, 1.0))
-    assert "ddpm 5, guidance 1" in write_page("t", {}, (), [], (*summaries, other), [])
+    assert "ddpm 5, guidance 1" in write_page("t", {}, (), [], Tables((*summaries, other)), [])
 
 
 def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
     summaries: tuple[CellSummary, ...],
 ) -> None:
-    text = write_markdown("A sweep", {"model": "tiny"}, FINDINGS, "overview.png", summaries, ["Paired."])
+    text = write_markdown("A sweep", {"model": "tiny"}, FINDINGS, "overview.png", Tables(summaries), ["Paired."])
     assert "![quality over steps, and one seed with more steps](overview.png)" in text
     assert "### DDIM is ahead: as expected" in text
     rows = [line for line in text.splitlines() if line.startswith("| dd")]
@@ -133,7 +133,9 @@ def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
 
 def test_the_short_report_takes_words_as_words(summaries: tuple[CellSummary, ...]) -> None:
     nasty = "![x](https://example.org/x.png) <img src=x> | `code` [link](http://example.org)\n# heading"
-    text = write_markdown(nasty, {nasty: nasty}, (Finding(nasty, OTHERWISE, (nasty,)),), "p.png", summaries, [nasty])
+    text = write_markdown(
+        nasty, {nasty: nasty}, (Finding(nasty, OTHERWISE, (nasty,)),), "p.png", Tables(summaries), [nasty]
+    )
     assert not re.search(r"(?<!\\)[<\]`](?!\(p\.png)", text.replace("steps](p.png)", "steps"))
     assert "://" not in text
     assert [line for line in text.splitlines() if line.startswith("# ")] == [text.splitlines()[0]]

@@ -224,6 +224,74 @@ def run_until(num_finished: int | None, engine: Engine, plan: SweepPlan, folder:
     return events
 
 
+LOOKING = SweepPlan(
+    samplers=("ddpm", "pc", "dpmpp_2m"),
+    steps=(2,),
+    guidance=(3.0,),
+    prompts=("a fox", "an owl", "a cat", "a dog"),
+    num_seeds=6,
+    reference_steps=6,
+    looks=(3, 6),
+    detect={"psnr_db": 1e-6},
+)
+"""ddpm and pc are about as far from the converged images, so their verdict stays open; that on dpmpp_2m is clear."""
+
+
+def num_lines(folder: Path) -> dict[str, int]:
+    return {name.rsplit("-", 1)[0]: len(data.splitlines()) for name, data in journals(folder).items()}
+
+
+def test_cells_with_open_verdicts_get_more_images_and_a_resumed_sweep_decides_the_same(
+    tiny: Engine, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    report = run_plan(tiny, LOOKING, whole, on_note=notes.append)
+    counts = {"converged-ddim-6-g3": 24, "ddpm-2-g3": 24, "pc-2-g3": 24, "dpmpp_2m-2-g3": 12}
+    assert num_lines(whole) == counts
+    assert notes[0] == "after 3 seeds per prompt, 1 verdicts are open"
+    assert notes[1].startswith("pc 2 against ddpm 2: 4 prompts detect a difference of")
+    verdicts = {(each.cell.sampler, each.measure): each.verdict for each in report.comparisons}
+    assert verdicts["dpmpp_2m", "psnr_db"] == "better"
+    run_until(2, tiny, LOOKING, stopped)
+    run_until(5, tiny, LOOKING, stopped)
+    run_plan(tiny, LOOKING, stopped)
+    assert num_lines(stopped) == counts
+    assert numbers_of(stopped) == numbers_of(whole)
+
+
+def test_no_images_are_added_after_the_time_is_up(tiny: Engine, tmp_path: Path) -> None:
+    report = run_plan(tiny, LOOKING, tmp_path, max_minutes=0)
+    assert {summary.num_images for summary in report.cells} == {12}
+    assert any("Verdicts were looked at after 3 and 6 seeds" in note for note in notes_of(tmp_path))
+
+
+def notes_of(folder: Path) -> list[str]:
+    notes: list[str] = json.loads((folder / "report.json").read_bytes())["notes"]
+    return notes
+
+
+def test_a_sweep_with_other_axes_is_resumed_and_reports_every_value(tiny: Engine, tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(
+        PLAN, samplers=("ddim",), steps=(2,), axes={"eta": (0.0, 1.0), "guidance_rescale": (0.0, 0.7)}
+    )
+    few = msgspec.structs.replace(plan, axes={"eta": (0.0,), "guidance_rescale": (0.0, 0.7)})
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_plan(tiny, plan, whole)
+    run_until(1, tiny, few, stopped)
+    run_until(2, tiny, plan, stopped)
+    report = run_plan(tiny, plan, stopped)
+    assert numbers_of(stopped) == numbers_of(whole)
+    assert set(num_lines(whole).values()) == {4}
+    assert len(num_lines(whole)) == 4 + 2, "guidance_rescale changes the converged images, eta does not"
+    rows = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text(encoding="utf-8"))))
+    settings = [(row["eta"], row["guidance_rescale"]) for row in rows]
+    assert settings == [("0.0", "0.0"), ("0.0", "0.7"), ("1.0", "0.0"), ("1.0", "0.7"), ("", "0.0"), ("", "0.7")]
+    pairs = {(each.cell.label, each.baseline.label) for each in report.comparisons}
+    assert ("ddim 2, eta 1, guidance_rescale 0.7", "ddim 2, eta 0, guidance_rescale 0.7") in pairs
+    assert "eta 1" in (whole / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -292,6 +360,16 @@ def run_main(*arguments: object) -> int:
         (["-o", "file"], "cannot write to 'file': Not a directory."),
         (["-o", "other"], "'other' has a sweep with other first seed (7, now 0); choose another folder."),
         (["-o", "mine"], "'mine' has a report.html that was not written by a sweep; choose another folder."),
+        (["--axis", "beauty=1"], "'beauty' is not an axis; the axes are"),
+        (["--axis", "eta=0-3"], "eta is 2.0; it must lie between 0 and 1."),
+        (["--axis", "steps=50-10"], "'50-10', which is an empty range"),
+        (["--axis", "steps=5", "--steps", "5"], "the axis steps is given twice"),
+        (["--axis", "spacing=wide"], "'wide'"),
+        (["--axis", "lora:none=1"], "none"),
+        (["--detect", "beauty=1"], "detect has 'beauty'; the measures are exact"),
+        (["--until-decided", "--max-images", "9"], "--max-images is 9; 64 prompts with 4 seeds start with 256 images"),
+        (["--max-minutes", "5"], "--max-minutes needs --until-decided"),
+        (["--previous", "none"], "cannot read 'none': No such file or directory."),
         (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import describe_difference, describe_gains, join_numbers
+from diffserve.experiments.verdicts import Judged
 
 
 @pytest.mark.parametrize(
@@ -22,15 +23,17 @@ from diffserve.experiments.findings import describe_difference, describe_gains, 
 def test_a_difference_is_described_with_its_interval(
     measure: Measure, estimate: Estimate, outcome: int, sentence: str
 ) -> None:
-    assert describe_difference("a", measure, estimate, outcome) == sentence
+    assert describe_difference("a", measure, Judged(estimate, outcome)) == sentence
 
 
 def test_a_larger_gain_says_whether_it_is_far_larger() -> None:
     gain = Estimate(0.3, 0.2, 0.4)
     surely = "ddpm gains more by 30.0 points (95 % interval 20 to 40), clearly more than twice as much"
-    assert describe_gains(Measure.EXACT, gain, 1, is_far_more=True) == surely
-    assert ", but not clearly more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
-    assert describe_gains(Measure.EXACT, gain, -1, is_far_more=False).startswith("ddpm gains less by 30.0 points")
+    assert describe_gains(Measure.EXACT, Judged(gain, 1), is_far_more=True) == surely
+    assert ", but not clearly more" in describe_gains(Measure.EXACT, Judged(gain, 1), is_far_more=False)
+    assert describe_gains(Measure.EXACT, Judged(gain, -1), is_far_more=False).startswith(
+        "ddpm gains less by 30.0 points"
+    )
 
 
 def test_numbers_are_listed_as_people_say_them() -> None:

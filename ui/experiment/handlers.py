@@ -11,8 +11,9 @@ import gradio as gr
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.client import ImageCapabilities
+from diffserve.experiments.axes import numbers, quote, whole_numbers
 from diffserve.experiments.measure import PromptCheck
-from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan, numbers, quote, whole_numbers
+from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan
 from ui.captions import EARLY, seconds_text, status
 from ui.experiment.run import GridRun
 from ui.experiment.speed import SpeedProbe

@@ -239,8 +239,9 @@ def grid(board: Board, names: Mapping[str, str]) -> str:
     for reference in plan.references:
         heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
     rows = []
-    for (sampler, scale), name in line_names(plan.cells, names).items():
-        cells = (*(Cell(sampler, n, scale) for n in steps), *plan.references)
+    by_line = {(cell.line, cell.num_steps): cell for cell in plan.cells}
+    for line, name in line_names(plan.cells, names).items():
+        cells = (*(by_line[line, n] for n in steps), *plan.references)
         squares = "".join(_square(board, cell, names) for cell in cells)
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (

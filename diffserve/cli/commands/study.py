@@ -11,7 +11,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import COMPONENTS, SettingsOptions, with_settings
 
 
-@with_settings("model", "config", "device", *COMPONENTS)
+@with_settings("model", "config", "lora_dir", "refiner", "device", *COMPONENTS)
 def sweep(
     *,
     output: Annotated[
@@ -38,6 +38,14 @@ def sweep(
         str | None,
         typer.Option("--guidance", help="Guidance scales, comma-separated (default: the model's).", metavar="NUMBERS"),
     ] = None,
+    axes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--axis",
+            help="Another request field and its values, such as eta=0,0.5 or lora:NAME=0-1 [5]; repeatable.",
+            metavar="NAME=VALUES",
+        ),
+    ] = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -56,6 +64,40 @@ def sweep(
     reference_steps: Annotated[
         int, typer.Option("--reference-steps", help="DDIM steps of the reference images.", metavar="N")
     ] = 200,
+    detect: Annotated[
+        str | None,
+        typer.Option(
+            "--detect",
+            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse).",
+            metavar="MEASURE=DIFFERENCE,...",
+        ),
+    ] = None,
+    until_decided: Annotated[
+        bool,
+        typer.Option("--until-decided", help="Add seeds to cells with an open verdict, up to --max-images."),
+    ] = False,
+    max_images: Annotated[
+        int, typer.Option("--max-images", help="With --until-decided: largest number of images per cell.", metavar="N")
+    ] = 1024,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--max-minutes",
+            help="With --until-decided: add no images after this time; the first ones are always completed.",
+            metavar="MINUTES",
+        ),
+    ] = None,
+    previous: Annotated[
+        Path | None,
+        typer.Option(
+            "--previous",
+            help="Report of an earlier sweep, from which the needed number of images is computed.",
+            metavar="DIR",
+        ),
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Only print the cost and the differences that can be detected.")
+    ] = False,
     gate: Annotated[
         str | None,
         typer.Option(
@@ -80,9 +122,16 @@ def sweep(
 ) -> int:
     """Compare samplers and step counts on the same prompts and seeds.
 
-    Each cell (sampler, number of steps, guidance) generates the same prompts from the same seeds. Every image is
-    compared with its prompt and with the converged image of its seed; the images of each cell are also compared with
-    reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
+    Each cell (sampler, number of steps, guidance, values of --axis) generates the same prompts from the same seeds.
+    Every image is compared with its prompt and with the converged image of its seed; the images of each cell are also
+    compared with reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
+
+    Numbers may be ranges as in A1111: 10-50 (+10) counts in steps of 10, 1-3 [5] takes 5 values. A field of a request
+    can be an axis: --axis spacing=leading,trailing --axis guidance_interval=0-1,0.2-0.8 --axis "cache_interval=1-3".
+
+    Before it starts, the sweep states which differences the images can detect (80 % power, 5 % level), and how many
+    are needed for those of --detect. With --until-decided, verdicts are looked at after 1, 2, 4, ... times --seeds
+    images of each prompt, with bounds that keep the level of 5 % over all looks; decided cells get no more images.
 
     Ctrl-C keeps finished images; the same command continues. More samplers or steps extend the report. The defaults
     generate 4,096 images, about 35 minutes with the embedded model on two cores.
@@ -97,10 +146,16 @@ def sweep(
 
     options = SweepOptions(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
-        reference_steps=reference_steps, output=output,
+        reference_steps=reference_steps, output=output, axes=tuple(axes or ()), detect=detect,
+        until_decided=until_decided, max_images=max_images, max_minutes=max_minutes, previous=previous,
+        plan_only=plan_only,
     )  # fmt: skip
+    if not until_decided and max_minutes is not None:
+        raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
+        if until_decided or plan_only:
+            raise InvalidRequest("--until-decided and --plan-only are for sweeps; leave them out with --gate.")
         from diffserve.cli.gate import GateOptions
         from diffserve.cli.gate import run as run_gate
 
