@@ -20,7 +20,7 @@ from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.settings.config import Settings
 
 if TYPE_CHECKING:
-    from diffserve.experiments.sampler_search import SearchProgress
+    from diffserve.experiments.search.sampler_search import SearchProgress
 
 MAX_ROWS: Final = 50
 """Largest number of evaluations of a search; gradients pass through all of them."""
@@ -49,7 +49,7 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     import_libraries()
     from diffserve.disk_cache import DiskCache
     from diffserve.engine.loading import load_for
-    from diffserve.experiments.sampler_search import SamplerSearch, SearchPlan
+    from diffserve.experiments.search.sampler_search import SamplerSearch, SearchPlan
 
     console = Console(stderr=True, highlight=False)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from diffserve.experiments.learnable_table import LearnableTable
+from diffserve.experiments.search.learnable_table import LearnableTable
 from diffserve.runtime.model import DiffusionModel
 from schedulers.table import COLUMNS
 from schedulers.update import advance, guide, new_history, scale_input

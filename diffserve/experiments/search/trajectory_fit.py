@@ -14,13 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diffserve.experiments.learnable_table import LearnableTable
-from diffserve.experiments.sampler_pairs import Pairs, guided_output, parts_of
+from diffserve.experiments.search.learnable_table import LearnableTable
+from diffserve.experiments.search.pairs import Pairs, guided_output, parts_of
 from diffserve.runtime.model import DiffusionModel
 from schedulers.table import COLUMNS, HISTORY
 
 REWEIGHTINGS: Final = 6
-RIDGE: Final = 1e-3
+RIDGE: Final = 1e-6
 """Weight of the distance to DPM-Solver++(2M), relative to the diagonal of the normal equations (Tikhonov).
 
 The network's input and estimates are nearly collinear. Without it a few images determine large weights that cancel.

@@ -1,6 +1,6 @@
 """Search for the step table of a frozen model: timesteps and coefficients are optimized by gradients.
 
-A least-squares fit of each row to converged trajectories is the start (:mod:`diffserve.experiments.trajectory_fit`).
+A least-squares fit of each row to converged trajectories is the start (see :mod:`.trajectory_fit`).
 The loss compares the final latents of N evaluations with converged latents from the same noise, on training prompts
 and seeds. The gradient passes through all rows of the sampler, as in LD3 (Tong et al. 2024) and S4S (arXiv 2502.17423).
 Validation pairs select the table that is kept; test pairs measure it once at the end. The three sets share no prompts
@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from diffserve.experiments.learnable_table import LearnableTable
-from diffserve.experiments.sampler_pairs import Pairs, run_rows, sample, squared_errors
-from diffserve.experiments.trajectory_fit import fit_rows
+from diffserve.experiments.search.learnable_table import LearnableTable
+from diffserve.experiments.search.pairs import Pairs, run_rows, sample, squared_errors
+from diffserve.experiments.search.trajectory_fit import fit_rows
 from diffserve.runtime.footprint import meta_copy
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.model import DiffusionModel
