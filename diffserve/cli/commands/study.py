@@ -94,11 +94,10 @@ def sweep(
     PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
     is 0 if every candidate passes and 3 if one fails.
 
-    With --search, a sampler is learned for every number of --steps: timesteps and coefficients are optimized by
-    gradients, so that images come close to converged ones at one guidance scale. Training, validation and test prompts
-    differ. DIR receives MODEL-STEPS.json for each. Requests to a server with --sampler-dir DIR, or to one whose model
-    was used, name it as "sampler": "learned:MODEL-STEPS". The search takes 10 to 20 minutes for 5 steps of the embedded
-    model on two cores, and states the needed memory first.
+    With --search, a sampler is learned for every number of --steps: timesteps and coefficients are chosen so that
+    images come close to converged ones at one guidance scale. Training, validation and test prompts differ. DIR
+    receives MODEL-STEPS.json for each. A server with --sampler-dir DIR runs it for requests with the sampler
+    learned:MODEL-STEPS. The needed memory is stated first.
 
     Example: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
