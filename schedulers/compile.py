@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,15 @@ def _final_sigma(sampler: Sampler, smallest: float, set_alpha_to_one: bool, fina
     return 0.0 if ends_at_zero else smallest
 
 
+def train_sigmas_of(schedule: NoiseSchedule, *, is_exact: bool) -> FloatArray:
+    """Return the noise levels (T,) of the training timesteps, with a finite value at zero terminal SNR.
+
+    ``is_exact`` selects the larger value, which is equivalent to infinity; only for rows that scale x and add nothing
+    of its size.
+    """
+    return schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if is_exact else ZERO_SNR_FLOOR)
+
+
 def compile_table(
     sampler: str,
     schedule: NoiseSchedule,
@@ -174,7 +184,7 @@ def compile_table(
         warnings += (f"sigma_min and sigma_max were ignored, because they need a sigma schedule of {', '.join(RAMPS)}",)
     # First-order samplers that only scale x keep full precision at a huge sigma. Samplers that add slopes do not.
     exact = method.family in ("ddim", "lcm") and method.order == 1 and schedule.prediction_type != "epsilon"
-    train_sigmas = schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR)
+    train_sigmas = train_sigmas_of(schedule, is_exact=exact)
     grid = make_grid(
         method.family,
         train_sigmas,
@@ -228,7 +238,7 @@ def table_on_grid(
         message = f"eta is {eta}; a step of {sampler.name} would add more fresh noise than its noise level allows."
         raise BadEta(message) from error
     names = ("sigma", "timestep", "a", "n", "hx", "hd")
-    columns: dict[str, FloatArray] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
+    columns: dict[str, Any] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
     columns["b"] = np.array([row.b + (0.0,) * (HISTORY + 1 - len(row.b)) for row in rows])
     c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
     columns["timestep"] = preconditioning.time_input(columns["sigma"], columns["timestep"])

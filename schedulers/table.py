@@ -94,6 +94,8 @@ class StepTable:
         init_scale: Text-to-image starts from init_scale * noise. Image-to-image starts from latents + sigma[0] * noise.
         out_scale: The final latents are out_scale * x.
         keeps_noise: Whether the noise levels are checked; False for ddpm_large, which adds more noise.
+        residual: Largest allowed deviation from the two invariants, in units of the standard deviation of x after the
+            row. 0 for exact samplers; a learned table declares its own.
         warnings: Messages for the user.
         packed: All columns as float32 (R, NUM_COLUMNS), see :data:`COLUMNS`.
 
@@ -124,6 +126,7 @@ class StepTable:
     init_scale: float
     out_scale: float
     keeps_noise: bool = True
+    residual: float = 0.0
     warnings: tuple[str, ...] = ()
     packed: NDArray[np.float32] = field(init=False, repr=False)
 
@@ -163,6 +166,11 @@ class StepTable:
         return np.append(self.sigma[1:], self.sigma_end)
 
     @property
+    def scale_next(self) -> FloatArray:
+        """Standard deviation (R,) of x after each row, for data of unit variance."""
+        return np.hypot(1.0, self.sigma_next)
+
+    @property
     def columns(self) -> FloatArray:
         """All columns as float64 (R, NUM_COLUMNS), see :data:`COLUMNS`."""
         before_b = [self.c_in, self.c_skip, self.c_out, self.timestep, self.a]
@@ -173,14 +181,29 @@ class StepTable:
 def check_fixed_point(table: StepTable) -> None:
     """Check that a noise-free image does not change if the network predicts it exactly.
 
-    For each row, a + b0 + the sum of b_j * (hx + hd of the row that pushed history entry j) must be 1.
+    For each row, a + b0 + the sum of b_j * (hx + hd of the row that pushed history entry j) must be 1, or differ by no
+    more than ``residual``.
 
     Raises:
         InvalidTable: If a row violates this, or reads a history entry that no earlier row pushed.
     """
+    total, scale = image_weights(table), np.abs(table.a) + np.abs(table.b).sum(axis=1)
+    slack = table.residual * table.scale_next
+    wrong = np.flatnonzero(np.abs(total - 1.0) > _TOLERANCE * np.maximum(scale, 1.0) + slack)
+    if wrong.size:
+        row = int(wrong[0])
+        allowed = f"; the factor must be 1 within {slack[row]:g}." if table.residual else "; the factor must be 1."
+        raise InvalidTable(f"row {row} of {table.sampler} scales a noise-free image by {total[row]}{allowed}")
+
+
+def image_weights(table: StepTable) -> FloatArray:
+    """Compute the factor (R,) by which each row scales a noise-free image that the network predicts exactly.
+
+    Raises:
+        InvalidTable: If a row reads a history entry that no earlier row pushed.
+    """
     pushed = table.hx + table.hd
     total = table.a + table.b[:, 0]
-    scale = np.abs(table.a) + np.abs(table.b).sum(axis=1)
     for back in range(1, HISTORY + 1):
         if table.b[:back, back].any():
             row = int(np.flatnonzero(table.b[:back, back])[0])
@@ -188,12 +211,7 @@ def check_fixed_point(table: StepTable) -> None:
                 f"row {row} of {table.sampler} reads history entry {back}, which no earlier row has written."
             )
         total[back:] += table.b[back:, back] * pushed[:-back]
-    wrong = np.flatnonzero(np.abs(total - 1.0) > _TOLERANCE * np.maximum(scale, 1.0))
-    if wrong.size:
-        row = int(wrong[0])
-        raise InvalidTable(
-            f"row {row} of {table.sampler} scales a noise-free image by {total[row]}; the factor must be 1."
-        )
+    return total
 
 
 def check_noise_levels(table: StepTable) -> None:
@@ -203,14 +221,15 @@ def check_noise_levels(table: StepTable) -> None:
     store noise in the history; for them the noise is propagated through all rows.
 
     Raises:
-        InvalidTable: If the noise after a row differs from ``sigma_next``.
+        InvalidTable: If the noise after a row differs from ``sigma_next`` by more than ``residual`` allows.
     """
     noise, slack = np.hypot(table.a * table.sigma, table.n), 0.0
     if table.hx.any():
         # Large coefficients that nearly cancel (very small steps) amplify rounding errors.
         scale = (np.abs(table.a) + np.abs(table.b).sum(axis=1)).max()
         noise, slack = propagate_noise(table), _CANCELLATION_TOLERANCE * float(table.sigma[0] * max(scale, 1.0))
-    wrong = np.flatnonzero(np.abs(noise - table.sigma_next) > _TOLERANCE * table.sigma_next + slack)
+    allowed = _TOLERANCE * table.sigma_next + slack + table.residual * table.scale_next
+    wrong = np.flatnonzero(np.abs(noise - table.sigma_next) > allowed)
     if wrong.size:
         row = int(wrong[0])
         raise InvalidTable(

@@ -57,6 +57,7 @@ ONLY_IN = {
         "diffserve.engine",
         "diffserve.training",
         "diffserve.experiments.metrics",
+        "diffserve.experiments.search",
         *OUTSIDE,
     ),
     "torchmetrics": ("diffserve.experiments.metrics", "tests"),

@@ -112,7 +112,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     ),
     "sampler": RequestField(
         type=str,
-        help="Sampler: its name, A1111 label or diffusers class.",
+        help="Sampler: its name, A1111 label or diffusers class, or learned:NAME.",
         absent="model default",
         label="Sampler",
         a1111="sampler_name",

@@ -95,7 +95,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Denoising parameters. ``None`` means the default of the model's profile.
 
     Attributes:
-        sampler: Canonical name, A1111 label or diffusers class name (see ``schedulers.SAMPLERS``).
+        sampler: Canonical name, A1111 label or diffusers class name (see ``schedulers.SAMPLERS``), or "learned:NAME".
         num_steps: Denoising steps, from 1 to the training length (checked against the model at submit).
         spacing: "leading", "trailing", "linspace" or "quadratic".
         sigma_schedule: "karras", "exponential", "sgm_uniform", "simple" or "beta".
@@ -416,6 +416,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
             latents are cached.
         lora_digests: SHA-256 of the LoRA files, by name.
         word_digests: SHA-256 of the textual inversion files, by name.
+        sampler_digest: SHA-256 of the file of a learned sampler; "": the sampler is built in.
         refiner: Name and digest of the model that ran the last steps; "": none.
         score: Score of the image if ``best_of`` was set; ``image_index`` is then the rank.
         num_discarded: Number of images that ``best_of`` discarded; set on the best image only.
@@ -444,6 +445,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     skipped_steps: int = 0
     lora_digests: dict[str, str] = {}
     word_digests: dict[str, str] = {}
+    sampler_digest: str = ""
     refiner: str = ""
     score: float | None = None
     num_discarded: int = 0
@@ -574,6 +576,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         shallow_share: Work of a row in the UNet's shallow part (``cache_interval``), relative to the full UNet;
             ``None`` if the UNet cannot be split.
         lora_dirs: Folders of LoRAs that requests may name: ``lora_dir`` of the profile, and the model's own.
+        sampler_dirs: Folders of learned samplers: ``sampler_dir`` of the profile, and the model's own.
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
@@ -609,6 +612,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     learnt_words: tuple[str, ...] = ()
     refused_words: dict[str, str] = {}
     lora_dirs: tuple[str, ...] = ()
+    sampler_dirs: tuple[str, ...] = ()
     controlnet_dir: str = ""
     refiner: str = ""
     scorer: str = ""
@@ -685,6 +689,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         probe: At load, denoise a known image and refuse a model whose prediction type does not match.
         lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
+        sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
         refiner: Model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory or a
             single file with the same latents and noise, for example the SDXL refiner; "": none.
         scorer: Rates the images of ``best_of``: "checker" (of the embedded model), a directory of a CLIP model or of
@@ -709,6 +714,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     embeddings_dir: str = ""
     lora_dir: str = ""
     controlnet_dir: str = ""
+    sampler_dir: str = ""
     refiner: str = ""
     scorer: str = ""
 

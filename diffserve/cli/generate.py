@@ -33,6 +33,7 @@ from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag
 from diffserve.settings.quality import QUALITIES, is_quality, steps_of
+from schedulers.learned import is_learned
 
 if TYPE_CHECKING:
     from diffserve.client import CompletedImage
@@ -97,7 +98,7 @@ def run(order: GenerateArguments, sources: SettingsOptions) -> int:
         DiffserveError: The user made an error, such as an invalid value.
     """
     sampling_flags = {
-        "model.sampler": Flag("--sampler", order.sampler),
+        "model.sampler": Flag("--sampler", None if is_learned(order.sampler) else order.sampler),
         "model.num_steps": Flag("--steps", order.num_steps),
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
@@ -237,6 +238,14 @@ def _request(
         images = fit_controls(controlnets, images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
+    if is_learned(order.sampler):
+        solver: dict[str, Any] = {"sampler": order.sampler, "num_steps": order.num_steps}
+    else:
+        solver = {
+            "sampler": defaults.sampler,
+            "num_steps": num_steps or defaults.num_steps,
+            "spacing": defaults.spacing,
+        }
     return types.GenerationRequest(
         prompt=order.prompt,
         negative_prompt=order.negative,
@@ -249,9 +258,7 @@ def _request(
         mask_image=mask,
         control_images=images,
         diffusion=types.DiffusionParams(
-            sampler=defaults.sampler,
-            num_steps=num_steps or defaults.num_steps,
-            **{"spacing": defaults.spacing, **order.further},
+            **{**solver, **order.further},
             controlnets=controlnets,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,

@@ -27,9 +27,14 @@ def run(kind: Kind, settings: Settings) -> int:
     """Print the names that are available on this machine."""
     match kind:
         case "samplers":
+            from diffserve.models.learned_samplers import OWN_SAMPLERS, LearnedSamplers
+            from diffserve.runtime.loading.family import location_of
             from schedulers import SAMPLERS
 
             _print({sampler.name: sampler.label for sampler in SAMPLERS.values()})
+            folders = settings.model.sampler_dir, str(location_of(settings.model.path) / OWN_SAMPLERS)
+            learned = LearnedSamplers(filter(None, folders)).usable()
+            _print({name: f"{sampler.num_rows} steps of {sampler.model}" for name, sampler in learned.items()})
         case "models":
             _print({name: "built in" if name.startswith("embedded") else "model settings" for name in PROFILES})
             _print({model.model_id: model.path for model in settings.models})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,9 +116,14 @@ def check_prompts(plan: SweepPlan, settings: Settings) -> None:
         ModerationBlocked: A prompt is blocked.
         EngineUnavailable: The filter does not answer.
     """
+    check_texts(plan.prompts, settings)
+
+
+def check_texts(prompts: Iterable[str], settings: Settings) -> None:
+    """Check prompts as ``check_prompts`` does."""
     with Safety.running(settings) as safety:
         if safety is not None:
-            for prompt in plan.prompts:
+            for prompt in prompts:
                 safety.check_texts({"prompt": prompt})
 
 

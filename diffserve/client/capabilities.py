@@ -17,6 +17,7 @@ class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
         takes_eta: Whether the field ``eta`` has an effect.
         is_stochastic: Whether it adds noise between steps.
         evaluations_per_step: UNet evaluations per step.
+        num_steps: The only number of steps that it allows (a learned sampler); None: any.
     """
 
     name: str
@@ -25,6 +26,7 @@ class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
     takes_eta: bool = False
     is_stochastic: bool = False
     evaluations_per_step: int = 1
+    num_steps: int | None = None
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from diffserve.api.types import ImageResult
 from diffserve.models.loras import with_tags
 from diffserve.version import __version__
 from schedulers import SAMPLERS
+from schedulers.learned import is_learned
 
 MAX_BYTES = 8192
 """Maximum size of a text in UTF-8."""
@@ -153,12 +154,13 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         **controls,
         "Lora hashes": _digests_text(result.lora_digests),
         "TI hashes": _digests_text(result.word_digests),
+        "Sampler hash": result.sampler_digest[:12] or None,
         "Refiner": result.refiner or None,
         "Refiner switch at": None if result.switch_at is None else _number_text(result.switch_at),
         "Interrupted after": result.interrupted_after or None,
         "Score": None if result.score is None else f"{result.score:.6g}",
         "RNG": RNG_LABELS[result.noise_source],
-        "Spacing": result.spacing,
+        "Spacing": None if is_learned(result.sampler) else result.spacing,
         ORIGINAL: None if result.original_prompt is None else _without_control_characters(result.original_prompt),
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
         "Version": SOFTWARE,

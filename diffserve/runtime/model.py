@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
+from diffserve.models.learned_samplers import OWN_SAMPLERS
 from diffserve.models.model_files import refuse_pickle
 from diffserve.models.profiles import find_few_step
 from diffserve.models.vocabulary import (
@@ -98,6 +99,7 @@ class DiffusionModel:
         digest: sha256 of the weight files, an adapter's included, 64 hexadecimal digits.
         previewer: Small decoder for live previews; not part of the digest, because it does not affect images.
         own_loras: The folder of adapters among its files; empty without one.
+        own_samplers: The folder of learned samplers among its files; empty without one.
         world: Its vocabulary, if it knows a closed world.
         fewest_steps: Measured number of steps that each sampler needs.
         plausibility: Result of the plausibility check, if it was made.
@@ -119,6 +121,7 @@ class DiffusionModel:
     digest: str
     previewer: PreviewRunner | None = None
     own_loras: str = ""
+    own_samplers: str = ""
     world: Vocabulary | None = None
     fewest_steps: FewestSteps | None = None
     plausibility: Plausibility | None = None
@@ -154,6 +157,11 @@ class DiffusionModel:
     def dtype(self) -> torch.dtype:
         """Compute dtype of the networks."""
         return self.choice.compute_dtype
+
+    @property
+    def sampler_dirs(self) -> tuple[str, ...]:
+        """Folders of learned samplers, the user's before the model's own."""
+        return tuple(folder for folder in (self.profile.sampler_dir, self.own_samplers) if folder)
 
     def memory_report(self) -> list[MemoryEntry]:
         """Return parameters and bytes of each component, for ``diffserve doctor``; shared ones count for the base."""
@@ -232,6 +240,7 @@ class DiffusionModel:
             learnt_words=self.text.learnt_words,
             refused_words=self.text.refused_words,
             lora_dirs=self.lora_dirs,
+            sampler_dirs=self.sampler_dirs,
             controlnet_dir=self.profile.controlnet_dir,
             refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
             scorer=self.profile.scorer if self.scorer is None else self.scorer.name,
@@ -365,6 +374,7 @@ def load_model(
         digest=digest,
         previewer=previewer,
         own_loras=str(home / OWN_LORAS) if (home / OWN_LORAS).is_dir() else "",
+        own_samplers=str(home / OWN_SAMPLERS) if (home / OWN_SAMPLERS).is_dir() else "",
         world=world and world.learning(text.learnt_words),
         fewest_steps=read_fewest_steps(location if adapter else home),
         plausibility=plausibility,

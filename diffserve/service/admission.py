@@ -30,12 +30,14 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
+from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
 from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
 from diffserve.store.usage import UsageCounts
 from schedulers import SAMPLERS, resolve_sampler
+from schedulers.learned import is_learned
 
 WAITING_PER_FREE_PLACE: Final = 7
 BATCH_RESERVED_DIVISOR: Final = 4
@@ -348,8 +350,10 @@ def _key_of(client: str) -> str:
 def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None = None) -> float:
     """Estimate the cost of ``request`` in UNet rows of the native size of ``info``, or of the model ``unit``."""
     params, _ = begin_with_loras(request.diffusion)
-    name, _ = resolve_sampler(params.sampler or info.default_sampler)
-    num_steps = params.num_steps or info.default_num_steps
+    num_steps = num_steps_of(params, info)
+    evaluations_per_step = 1
+    if not is_learned(params.sampler):
+        evaluations_per_step = SAMPLERS[resolve_sampler(params.sampler or info.default_sampler)[0]].evaluations_per_step
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
     full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
     num_controls = sum(control.end - control.start for control in params.controlnets)
@@ -357,7 +361,7 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
     step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=cost)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * num_steps * SAMPLERS[name].evaluations_per_step * step * row
+    return request.num_painted * num_steps * evaluations_per_step * step * row
 
 
 def _size_of_row(info: ModelInfo) -> float:

@@ -18,6 +18,7 @@ from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel
 from diffserve.media.images import MEDIA_TYPES
 from diffserve.media.provenance import header_of
 from diffserve.models.controlnets import ControlNetFolder
+from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
@@ -27,6 +28,7 @@ from diffserve.settings.config import ServeConfig
 from diffserve.settings.quality import QUALITIES, quality_steps
 from diffserve.version import __version__
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS, Sampler, resolve_sampler
+from schedulers.learned import LearnedSampler
 
 ALIASES: Final = (
     "dall-e-2",
@@ -194,7 +196,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
     loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
-        "samplers": [_sampler(choice) for choice in SAMPLERS.values()],
+        "samplers": [*map(_sampler, SAMPLERS.values()), *map(_learned, LearnedSamplers.of(info).usable().values())],
         "sigma_schedules": list(SIGMA_SCHEDULES),
         "sizes": [list(size) for size in info.good_sizes],
         "min_side_px": config.min_size_px,
@@ -248,6 +250,12 @@ def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
 def _sampler(sampler: Sampler) -> dict[str, Any]:
     fields = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
     return fields | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}
+
+
+def _learned(sampler: LearnedSampler) -> dict[str, Any]:
+    steps = f"{sampler.num_rows} steps, learned at guidance scale {sampler.guidance_scale:g}"
+    names = {"name": sampler.sampler, "label": sampler.sampler, "summary": steps, "takes_eta": False}
+    return names | {"is_stochastic": False, "evaluations_per_step": 1, "num_steps": sampler.num_rows}
 
 
 OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "min_size_px", "max_size_px")

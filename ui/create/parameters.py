@@ -358,7 +358,10 @@ def _match_name(value: str | None, default: str | None, meant: Mapping[str, str]
 
 
 def _steps(form: Form, image: ImageCapabilities) -> int:
+    sampler = image.sampler((form.sampler or "").strip())
     default = image.quality_steps.get(form.quality or "", image.default_num_steps)
+    if sampler is not None and sampler.num_steps is not None:
+        default = sampler.num_steps
     max_steps = image.train_timesteps
     return (
         read_count(

@@ -194,5 +194,5 @@ def _connect(
 def _of_model(models: Models, model: str | None) -> tuple[Any, Any]:
     """Return updates with the samplers of ``model``, and whether test prompts apply to it."""
     image = models.image_of(model)
-    choices = [(choice.label, choice.name) for choice in image.samplers]
+    choices = [(choice.label, choice.name) for choice in image.samplers if choice.num_steps is None]
     return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY)

@@ -48,7 +48,16 @@ PART_SCAN_S: Final = 2.0
 
 PATH_SETTINGS: Final = tuple(
     f"model.{name}"
-    for name in ("vae", "text_encoder", "embeddings_dir", "lora_dir", "controlnet_dir", "refiner", "scorer")
+    for name in (
+        "vae",
+        "text_encoder",
+        "embeddings_dir",
+        "lora_dir",
+        "controlnet_dir",
+        "sampler_dir",
+        "refiner",
+        "scorer",
+    )
 )
 """Settings that can name a file on this machine."""
 

@@ -29,7 +29,7 @@ def doctor(
     return run(settings.load(), gpu)
 
 
-@with_settings("model", "config", "lora_dir", "controlnet_dir", "embeddings_dir", "data_dir")
+@with_settings("model", "config", "lora_dir", "controlnet_dir", "sampler_dir", "embeddings_dir", "data_dir")
 def list_names(
     *,
     kind: Annotated[

@@ -98,6 +98,9 @@ def sweep(
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Only print the cost and the differences that can be detected.")
     ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Learn samplers with --steps evaluations instead; see below.")
+    ] = False,
     gate: Annotated[
         str | None,
         typer.Option(
@@ -140,6 +143,11 @@ def sweep(
     PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
     is 0 if every candidate passes and 3 if one fails.
 
+    With --search, a sampler is learned for every number of --steps: timesteps and coefficients are chosen so that
+    images come close to converged ones at one guidance scale. Training, validation and test prompts differ. DIR
+    receives MODEL-STEPS.json for each. A server with --sampler-dir DIR runs it for requests with the sampler
+    learned:MODEL-STEPS. The needed memory is stated first.
+
     Example: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
     from diffserve.cli.sweep import SweepOptions, run
@@ -152,6 +160,14 @@ def sweep(
     )  # fmt: skip
     if not until_decided and max_minutes is not None:
         raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
+    if search:
+        from diffserve.cli.sampler_search import run as run_search
+
+        if gate or samplers or seeds is not None or axes or detect or until_decided or previous or plan_only:
+            raise InvalidRequest(
+                "--search takes --steps, --guidance, --prompts and --seed; leave out other options of a sweep or gate."
+            )
+        return run_search(options, settings)
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
         if until_decided or plan_only:

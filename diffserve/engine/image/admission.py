@@ -26,6 +26,7 @@ from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, 
 from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
+from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
 from diffserve.models.profiles import begin_with_loras
 from diffserve.models.vocabulary import warn_of_unknown
@@ -42,6 +43,7 @@ from schedulers import (
     UnknownSampler,
     UnknownSpacing,
 )
+from schedulers.learned import is_learned
 
 DISTINCT_SEEDS = 2**32
 """Bits of a seed that torch's CPU generator uses; the CUDA generator gets the same bits."""
@@ -98,6 +100,7 @@ class ImageAdmission:
         self._check_loras = check_loras
         self._check_controlnets = check_controlnets
         self._check_scores = check_scores
+        self._learned = LearnedSamplers.of(info)
         self._options = lru_cache(maxsize=256)(self._read_options)
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
@@ -128,13 +131,18 @@ class ImageAdmission:
         info = self.info
         params, warnings = begin_with_loras(request.diffusion)
         strength = 1.0 if request.init_image is None else params.strength
-        num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
+        num_steps = num_steps_of(params, info)
         scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
         too_many_steps = f"num_steps is {num_steps}; this model allows at most {info.train_timesteps}."
         check(num_steps <= info.train_timesteps, too_many_steps, "num_inference_steps")
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} was replaced by 1, which means no guidance.",)
             scale = 1.0
+        sampler_digest = ""
+        if is_learned(params.sampler):
+            learned = self._learned.find(params.sampler)
+            sampler_digest = learned.digest
+            warnings += check_learned(params, learned.sampler, strength, scale)
         rows = self._row_settings(params, num_steps, strength, scale)
         table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
@@ -183,6 +191,7 @@ class ImageAdmission:
             kind=kind,
             control_digest=self._check_controlnets(params.controlnets) if params.controlnets else b"",
             lora_digest=loras.digest,
+            sampler_digest=sampler_digest,
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
             **recipe,
@@ -276,6 +285,8 @@ class ImageAdmission:
     ) -> StepTable:
         defaults, info = self.defaults if params.sampler is None else DiffusionParams(), self.info
         default_spacing = None if info.default_spacing == AUTO_SPACING else info.default_spacing
+        if is_learned(params.sampler):
+            return self._learned.find(params.sampler).sampler.table()
         try:
             options = self._options(params.sampler or info.default_sampler)
             options = replace(

@@ -181,7 +181,12 @@ class SharedImages:
             return False
         settings = task.settings
         seeds = task.seed, task.variation_seed
-        key = key_of(request, seeds, self._info, settings.lora_digest + settings.control_digest)
+        key = key_of(
+            request,
+            seeds,
+            self._info,
+            settings.lora_digest + settings.control_digest + settings.sampler_digest.encode(),
+        )
         image, leader = self.results.get(key), self._leaders.get(key)
         if image is not None:
             task.stage = Stage.DECODING

@@ -121,6 +121,7 @@ class ImageOutputs:
             device_s=0.0 if cached else task.clock.device_s,
             lora_digests=lora_digests,
             word_digests=word_digests,
+            sampler_digest=settings.sampler_digest,
             refiner="" if settings.switch_row is None else self.info.refiner,
             **settings.recipe() | {"variation_seed": task.variation_seed},
         )

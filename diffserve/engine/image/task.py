@@ -72,6 +72,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
         lora_digest: Digest of the adapters and their scales; empty without adapters.
         control_digest: Digest of the ControlNets; empty without any.
+        sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
     """
@@ -88,6 +89,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     shorter: tuple[GenerationSettings, ...] = ()
     lora_digest: bytes = b""
     control_digest: bytes = b""
+    sampler_digest: str = ""
     controlled: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
 

@@ -30,6 +30,7 @@ from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.inputs import SCHEDULE_TYPES, Start, image_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
+from schedulers.learned import is_learned
 
 USUAL_STEPS: Final = 20
 """Assumed number of steps of a pass without one, for its share of the progress."""
@@ -353,6 +354,11 @@ def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptSty
     overrides = {name: value for name, value in changed.items() if value is not None}
     upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
     second_body = _image_body(values | overrides | {"width": width, "height": height})
+    message = (
+        f"the second pass runs sampler {show(second_body.sampler)} at denoising_strength {strength:g}; a learned "
+        "sampler only runs all its steps: give hr_sampler_name, such as DDIM."
+    )
+    check(strength == 1.0 or not is_learned(second_body.sampler), message, "hr_sampler_name")
     return Hires(width, height, strength, second_body, upscaler)
 
 

@@ -15,6 +15,7 @@ from diffserve.api.types import ModelInfo
 from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
+from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
 from diffserve.service.a1111.conversion import LANCZOS, NEAREST
@@ -93,7 +94,7 @@ class A1111Routes:
 
     def _add_lists(self) -> None:
         self._get("sd-models", self._models, "The models")
-        self._get("samplers", lambda: SAMPLER_LIST, "The samplers")
+        self._get("samplers", lambda: sampler_list(self._info()), "The samplers")
         self._get("schedulers", lambda: SCHEDULE_LIST, "List the noise schedules")
         self._get("upscalers", lambda: UPSCALER_LIST, "List the upscalers of the second pass")
         self._get("prompt-styles", self._styles, f"List the styles in {FILE}")
@@ -285,3 +286,9 @@ UPSCALER_LIST: Final = [
     {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
     for name in ("None", LANCZOS, NEAREST)
 ]
+
+
+def sampler_list(info: ModelInfo) -> list[dict[str, Any]]:
+    """Return A1111's list of samplers, with the learned samplers of the model."""
+    learned = LearnedSamplers.of(info).usable()
+    return SAMPLER_LIST + [{"name": name, "aliases": [], "options": {}} for name in learned]

@@ -27,6 +27,7 @@ from diffserve.service.images.schemas import MAX_NAME_CHARS, AnyImage, EditBody,
 from diffserve.service.texts.rewrites import options_of
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
+from schedulers.learned import is_learned
 
 SCHEDULE_TYPES: Final[dict[str, str | None]] = {
     "automatic": None,
@@ -58,7 +59,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
 
     Args:
         body: The body of the request.
-        quality_steps: Number of steps if the body has none.
+        quality_steps: Number of steps if the body has none; a learned sampler has its own.
         images: Control images, one for each ControlNet of the body.
 
     Raises:
@@ -80,12 +81,13 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
         sampler = body.scheduler
     if sampler is not None:
         _check_sampler(sampler, "sampler" if body.sampler_name is None else "sampler_name")
-        _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
+        implied_schedule = None if is_learned(sampler) else resolve_sampler(sampler)[1]
+        _check_agree(schedule, "sigma_schedule", implied_schedule, f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
     return DiffusionParams(
         sampler=sampler,
-        num_steps=_one_of(body, "num_inference_steps", "steps") or quality_steps,
+        num_steps=_one_of(body, "num_inference_steps", "steps") or (None if is_learned(sampler) else quality_steps),
         guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
         sigma_schedule=schedule,
         micro_conditioning=_sizes(body),
@@ -133,7 +135,8 @@ def _check_agree(value: str | None, name: str, other_value: str | None, source: 
 def _check_sampler(name: str, param: str) -> None:
     shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
     try:
-        resolve_sampler(shortened)
+        if not is_learned(name):  # whether there is such a learned sampler depends on the model
+            resolve_sampler(shortened)
     except UnknownSampler as error:
         message = str(error).replace("sampler is", f"{param} is", 1)
         raise InvalidRequest(message, param=param, code="unknown_sampler") from None

@@ -22,6 +22,7 @@ from diffserve.media.images import ImageFormat
 from diffserve.media.provenance import HEADER, Marks
 from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
+from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
 from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
@@ -256,7 +257,7 @@ def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
 def _preview_every(request: GenerationRequest, info: ModelInfo, num_previews: int) -> int:
     """Return the steps between previews that spread at most ``num_previews`` evenly."""
     params, _ = begin_with_loras(request.diffusion)
-    num_steps = params.num_steps or info.default_num_steps
+    num_steps = num_steps_of(params, info)
     num_run = num_steps if request.init_image is None else math.ceil(num_steps * params.strength)
     return math.ceil(num_run / (num_previews + 1))
 
