@@ -15,7 +15,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.start import import_libraries
 from diffserve.cli.sweep import SweepOptions, check_texts, lasting_interrupt
-from diffserve.experiments.plan import numbers, whole_numbers
+from diffserve.experiments.axes import numbers, whole_numbers
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.settings.config import Settings
 
