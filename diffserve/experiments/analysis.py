@@ -189,13 +189,15 @@ class Analysis:
         """Return the standard deviation of the units' mean differences between two cells; see ``power``.
 
         Returns:
-            The deviation, or ``None`` for distances between sets, a missing measure, or fewer than 3 units.
+            The deviation, or ``None`` for distances between sets, a missing measure, fewer than 3 units, or shares of
+            matches without any difference, which do not show how often one occurs.
         """
         values = None if measure in SET_MEASURES else self.paired_values(cells, measure)
         groups = self._groups(self.shared_places(cells))
         if values is None or len(set(groups)) < LEAST_UNITS:
             return None
-        return float(unit_means(values[0] - values[1], groups).std(ddof=1))
+        differences = unit_means(values[0] - values[1], groups)
+        return None if measure is Measure.EXACT and not differences.any() else float(differences.std(ddof=1))
 
     def _bound(self, weights: Mapping[Cell, float]) -> float | None:
         """Return the bound of the last look at a difference of cells, ``None`` if there is a single look."""

@@ -339,8 +339,10 @@ def read_differences(text: str, name: str) -> dict[str, float]:
     differences = {}
     for part in split_axis(text, name):
         measure, _, value = (field.strip() for field in part.partition("="))
-        (difference,) = numbers(value, name) if value else (math.nan,)
-        differences[measure] = difference / (100 if measure == Measure.EXACT.value else 1)
+        if not value:
+            message = f"{name} has {quote(part)}; write MEASURE=DIFFERENCE, for example psnr_db=0.5."
+            raise InvalidRequest(message, param="detect")
+        differences[measure] = numbers(value, name)[0] / (100 if measure == Measure.EXACT.value else 1)
     _check_differences(differences)
     return differences
 

@@ -149,6 +149,10 @@ def test_looks_double_up_to_the_largest_number_of_images() -> None:
 
 def test_differences_are_read_in_the_units_of_their_measures() -> None:
     assert read_differences("exact=5, psnr_db=0.5", "--detect") == {"exact": 0.05, "psnr_db": 0.5}
-    for text, message in (("frechet=1", "'frechet'; the measures are exact"), ("ssim=0", "above 0"), ("ssim", "''")):
+    for text, message in (
+        ("frechet=1", "'frechet'; the measures are exact"),
+        ("ssim=0", "above 0"),
+        ("ssim", "'ssim'; write MEASURE=DIFFERENCE"),
+    ):
         with pytest.raises(InvalidRequest, match=message):
             read_differences(text, "--detect")
