@@ -65,7 +65,7 @@ def request(sampler: str = NAME, seed: int = 5, **params: Any) -> GenerationRequ
 
 def paint_together(engine: Engine, *requests: GenerationRequest) -> list[ImageResult]:
     ids = [engine.submit(each) for each in requests]
-    results = {}
+    results: dict[str, ImageResult] = {}
     while engine.has_work:
         results |= {event.request_id: event.result for event in engine.tick() if hasattr(event, "result")}
     return [results[request_id] for request_id in ids]
