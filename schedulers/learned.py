@@ -153,7 +153,7 @@ class LearnedSampler:
         Raises:
             InvalidTable: A residual is larger than ``MAX_RESIDUAL``, or a value is malformed.
         """
-        columns = {name: [float(f"{value:.9g}") for value in columns[name]] for name in _COLUMNS}
+        columns = {name: [float(f"{value:.9g}") + 0.0 for value in columns[name]] for name in _COLUMNS}
         widest = cls(columns=columns, residuals=dict.fromkeys(("image", "noise"), MAX_RESIDUAL), **facts)
         return cls(columns=columns, residuals=widest._residuals(), **facts)
 

@@ -89,7 +89,8 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     samplers = run("list", "samplers")
     assert samplers.code == 0
     assert [line.partition("\t")[0] for line in samplers.out.splitlines()] == [
-        sampler.name for sampler in SAMPLERS.values()
+        *(sampler.name for sampler in SAMPLERS.values()),
+        *(f"learned:embedded-{num_steps}" for num_steps in (4, 5, 6, 8)),
     ]
     Path("more.toml").write_text('[models]\nphoto = "embedded-turbo"\n')
     assert run("list", "models", "--config", "more.toml").out.splitlines()[-1] == "photo\tembedded-turbo"
