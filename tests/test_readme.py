@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import io
@@ -15,6 +16,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -96,7 +98,7 @@ def python_blocks() -> list[Block]:
 
 def other_commands() -> list[str]:
     lines = [line for block in blocks("sh") for line in block.text.splitlines()]
-    return [line for line in lines if not line.startswith("python3 -m venv")]
+    return [line for line in lines if line.startswith(".venv/bin/")]
 
 
 def test_first_command_is_one_line_from_nothing_to_a_picture() -> None:
@@ -199,6 +201,12 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
     output_lines = run_snippet(server_block.replace("127.0.0.1:8000", address), tmp_path).splitlines()
     assert output_lines.count("PartialImage") == 2
     assert output_lines[-2:] == ["CompletedImage", "two dogs on the beach"]
+    (curl,) = (block.text for block in blocks("sh") if block.text.startswith("curl"))
+    words = shlex.split(curl.partition(" | ")[0])
+    url, body = words[2].replace("127.0.0.1:8000", address), words[words.index("-d") + 1]
+    answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60.0)
+    assert ' | jq -r ".data[0].b64_json" | base64 -d > penguin.png' in curl
+    assert base64.b64decode(answer.json()["data"][0]["b64_json"]).startswith(b"\x89PNG")
     output = run_script(ROOT / "examples" / "ask_a_server.py", f"http://{address}", folder=tmp_path)
     assert output.splitlines()[-1].endswith("seed 7")
 

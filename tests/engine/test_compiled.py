@@ -175,7 +175,7 @@ def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path
     cache, report = warmed
     assert len(list((cache / "compiled").iterdir())) == len(SIZES)
     assert not [path for path in (cache.parent / "scratch").rglob("*") if path.is_file()], "nothing is left behind"
-    assert "64x64: compiling for 2 rows, 1 of 2 to go" in report, "silent without a terminal"
+    assert "64x64: compiling for 2 rows, 1 of 2 left" in report, "silent without a terminal"
     assert [line.split()[0] for line in report.splitlines()[-2:]] == ["1", "2"]
 
 

@@ -151,6 +151,8 @@ def test_variations_are_generated_at_once_from_the_parameters_of_an_image(server
         assert len({picture.variation_seed for picture in pictures}) == 4
         await page.finish(page.vary(f"{parameters}, Variation seed: 3, Variation seed strength: 1.5"))
         assert 'role="alert"' in page.caption
+        await page.finish(page.vary("x" * 20_000))
+        assert "The parameters of this image have 20000 bytes" in page.caption
 
     tell(server, story)
 
