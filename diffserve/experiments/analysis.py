@@ -117,8 +117,9 @@ class Analysis:
 
     def shared_places(self, cells: Iterable[Cell]) -> tuple[Place, ...]:
         """Return the places that all ``cells`` have images of, in the order of the plan."""
-        first, *others = [self._records[cell] for cell in cells]
-        return tuple(place for place in first if all(place in other for other in others))
+        records = [self._records[cell] for cell in cells]
+        first = records[0] if records else {}
+        return tuple(place for place in first if all(place in other for other in records))
 
     def num_seeds(self, cells: Iterable[Cell]) -> int:
         """Return the smallest number of seeds of a prompt among the places that all ``cells`` share."""

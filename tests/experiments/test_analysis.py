@@ -114,3 +114,7 @@ def test_few_prompts_have_distances_without_an_interval(num_prompts: int) -> Non
 @pytest.mark.parametrize(("ends", "sign"), [((0.1, 0.2), 1), ((-0.2, -0.1), -1), ((-0.1, 0.2), 0), ((0.0, 0.2), 0)])
 def test_an_estimate_has_a_sign_where_its_interval_does_not_hold_zero(ends: tuple[float, float], sign: int) -> None:
     assert Estimate(sum(ends) / 2, *ends).sign == sign
+
+
+def test_no_cell_may_be_complete() -> None:
+    assert Analysis(PLAN, {}).shared_places(()) == ()

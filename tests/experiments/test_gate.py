@@ -191,4 +191,4 @@ def test_int8_of_a_pruned_embedded_model_passes_and_a_broken_quantiser_ends_with
     assert ", guidance 3: fails: " in output
     document = json.loads((tmp_path / "bad" / JSON).read_bytes())
     assert document["failed"] == ["int8"]
-    assert document["rows"][0]["cell"] == msgspec.to_builtins(Cell("dpmpp_2m_sde", 10, 3.0))
+    assert msgspec.convert(document["rows"][0]["cell"], Cell) == Cell("dpmpp_2m_sde", 10, 3.0)

@@ -79,7 +79,7 @@ NO_TEXTS: Final = {
     *("hr_sampler_name", "hr_scheduler", "hr_upscaler", "force_task_id", "refiner_checkpoint", "script_name"),
     *("loras", "controlnets", "prompt_rewriter", "image", "images", "init_images", "mask"),
     *("output", "init", "scorer", "seed", "lora", "controlnet", "server", "vae"),
-    *("device", "dtype", "config", "refiner", "lora_dir", "controlnet_dir", "embeddings_dir", "offload"),
+    *("device", "dtype", "config", "refiner", "lora_dir", "controlnet_dir", "embeddings_dir", "offload", "sampler_dir"),
     *("device_map", "text_encoder", "noise_source", "variation_seed"),
 }
 """Names, files and choices. What a language model writes for ``prompt_rewriter`` is judged with the picture."""
