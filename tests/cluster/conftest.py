@@ -28,7 +28,7 @@ def shared_cluster(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.T
             timeout=200,
             check=True,
         )
-        assert ended.stdout == "down\n"
+        assert ended.stdout == "stopped\n"
         assert psutil.wait_procs(started, timeout=SOON_S)[1] == []
 
 
