@@ -21,7 +21,7 @@ MOST_BYTES = 600_000
 
 
 def test_the_committed_report_is_that_of_the_sweep_in_the_documentation() -> None:
-    line = re.search(r"^\.venv/bin/diffserve sweep (.*)$", PAGE, flags=re.MULTILINE)
+    line = re.search(r"^\.venv/bin/diffserve sweep (--model embedded .*)$", PAGE, flags=re.MULTILINE)
     assert line is not None
     options = dict(re.findall(r"(--?\S+) (\S+)", line[1]))
     plan = json.loads((KEPT / "report.json").read_bytes())["plan"]

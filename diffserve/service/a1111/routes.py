@@ -92,9 +92,13 @@ class A1111Routes:
     def _models(self) -> list[dict[str, Any]]:
         return [model_entry(model.info) for model in self._engine.models if model.info is not None]
 
+    def _samplers(self) -> list[dict[str, Any]]:
+        info = self._engine.models[0].info if self._engine.models else None
+        return SAMPLER_LIST if info is None else sampler_list(info)
+
     def _add_lists(self) -> None:
         self._get("sd-models", self._models, "The models")
-        self._get("samplers", lambda: sampler_list(self._info()), "The samplers")
+        self._get("samplers", self._samplers, "The samplers")
         self._get("schedulers", lambda: SCHEDULE_LIST, "List the noise schedules")
         self._get("upscalers", lambda: UPSCALER_LIST, "List the upscalers of the second pass")
         self._get("prompt-styles", self._styles, f"List the styles in {FILE}")
