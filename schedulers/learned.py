@@ -174,12 +174,12 @@ class LearnedSampler:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InvalidTable(f"it is not JSON ({error}).") from None
-        known = [each.name for each in fields(cls)]
-        if not isinstance(content, dict) or not set(content) <= set(known):
+        names = [each.name for each in fields(cls)]
+        if not isinstance(content, dict) or not set(content) <= set(names):
             unknown = (
-                ", ".join(sorted(set(content) - set(known)))[:200] if isinstance(content, dict) else repr(content)[:80]
+                ", ".join(sorted(set(content) - set(names)))[:200] if isinstance(content, dict) else repr(content)[:80]
             )
-            raise InvalidTable(f"it has {unknown}; the fields of a learned sampler are {', '.join(known)}.")
+            raise InvalidTable(f"it has {unknown}; the fields of a learned sampler are {', '.join(names)}.")
         try:
             return cls(**content)
         except TypeError as error:

@@ -102,9 +102,9 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
 
 
 def _describe_plan(plan: SweepPlan) -> str:
-    most = "at most " if len(plan.looks) > 1 else ""
+    limit = "at most " if len(plan.looks) > 1 else ""
     return (
-        f"{len(plan.cells)} cells of {most}{len(plan.places)} images plus the converged images: {most}"
+        f"{len(plan.cells)} cells of {limit}{len(plan.places)} images plus the converged images: {limit}"
         f"{plan.num_images:,} images, {plan.num_rows:,} UNet rows"
     )
 

@@ -154,8 +154,8 @@ class Analysis:
         cells = tuple(cells)
         places = self.shared_places(cells)
         values = [self.values(cell, measure, places) for cell in cells]
-        found = [cell_values for cell_values in values if cell_values is not None]
-        return found if len(found) == len(values) else None
+        complete = [cell_values for cell_values in values if cell_values is not None]
+        return complete if len(complete) == len(values) else None
 
     def contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
         """Estimate a weighted sum of a measure over cells, paired by image.

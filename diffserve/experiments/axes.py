@@ -126,8 +126,8 @@ def check_axis_name(name: str) -> None:
     if name in NOT_AXES:
         raise InvalidRequest(f"{name} cannot be an axis: {NOT_AXES[name]}.", param="axis")
     if name not in REQUEST_FIELDS and name not in MAIN_AXES and not name.startswith(LORA):
-        known = ", ".join([*(field for field in REQUEST_FIELDS if field not in NOT_AXES), "lora:NAME"])
-        raise InvalidRequest(f"{quote(name)} is not an axis; the axes are {known}.", param="axis")
+        axes = ", ".join([*(field for field in REQUEST_FIELDS if field not in NOT_AXES), "lora:NAME"])
+        raise InvalidRequest(f"{quote(name)} is not an axis; the axes are {axes}.", param="axis")
 
 
 def read_values(name: str, text: str) -> tuple[Value, ...]:
@@ -187,15 +187,15 @@ def whole_numbers(text: str, name: str) -> tuple[int, ...]:
 
 
 def _whole_numbers(part: str, name: str) -> Iterator[int]:
-    found = RANGE.fullmatch(part)
-    if found is None:
+    interval = RANGE.fullmatch(part)
+    if interval is None:
         yield _whole_number(part, name)
         return
-    start, end = (_whole_number(found[group], name) for group in (1, 2))
-    if found[4] is not None:
-        yield from (int(value) for value in _spaced(start, end, found[4], part, name))
+    start, end = (_whole_number(interval[group], name) for group in (1, 2))
+    if interval[4] is not None:
+        yield from (int(value) for value in _spaced(start, end, interval[4], part, name))
     else:
-        yield from map(int, _counted(start, end, _whole_number(found[3] or "1", name), part, name))
+        yield from map(int, _counted(start, end, _whole_number(interval[3] or "1", name), part, name))
 
 
 def _whole_number(value: str, name: str) -> int:
@@ -219,15 +219,15 @@ def numbers(text: str, name: str) -> tuple[float, ...]:
 
 
 def _numbers(part: str, name: str) -> Iterator[float]:
-    found = RANGE.fullmatch(part)
-    if found is None:
+    interval = RANGE.fullmatch(part)
+    if interval is None:
         yield _number(part, name)
         return
-    start, end = (_number(found[group], name) for group in (1, 2))
-    if found[4] is not None:
-        values = _spaced(start, end, found[4], part, name)
+    start, end = (_number(interval[group], name) for group in (1, 2))
+    if interval[4] is not None:
+        values = _spaced(start, end, interval[4], part, name)
     else:
-        values = _counted(start, end, _number(found[3] or "1", name), part, name)
+        values = _counted(start, end, _number(interval[3] or "1", name), part, name)
     yield from (float(f"{value:.10g}") for value in values)
 
 

@@ -91,9 +91,9 @@ class EngineGenerator:
 
 def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bool = False) -> GenerationRequest:
     """Build the request for one image of a cell, at the model's native size unless the size is an axis."""
-    more, request = request_fields(cell.settings)
+    settings, request = request_fields(cell.settings)
     diffusion = DiffusionParams(
-        sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale, **more
+        sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale, **settings
     )
     return GenerationRequest(
         prompt=plan.prompts[place[0]],

@@ -125,11 +125,11 @@ class _Judge:
             outcome, margin = judged.outcome, self.analysis.plan.detect.get(measure.value)
             if allows_margin and margin is not None and _is_within(judged, measure, margin):
                 outcome, words = 1, f"{words}, behind by less than {measure.write_difference(margin)}"
-            more = "".join(f"; {text}" for text in self._more(cell, other, measure))
-            comparisons.append((f"{lead}{measure.title}: {values}; {words}{more}.", outcome))
+            details = "".join(f"; {text}" for text in self._details(cell, other, measure))
+            comparisons.append((f"{lead}{measure.title}: {values}; {words}{details}.", outcome))
         return comparisons
 
-    def _more(self, cell: Cell, other: Cell, measure: Measure) -> Iterator[str]:
+    def _details(self, cell: Cell, other: Cell, measure: Measure) -> Iterator[str]:
         """Yield the pairwise wins, and for shares of matches the checker's own error."""
         counts = count_wins(self.analysis, cell, other, measure)
         if counts is not None:

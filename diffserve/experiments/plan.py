@@ -86,7 +86,7 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
     @property
     def target(self) -> Target:
-        """What the converged image depends on; cells with the same target share it."""
+        """Guidance scale and settings that determine the converged image; cells with equal targets share that image."""
         return self.guidance_scale, target_of(self.settings)
 
     @property
@@ -177,7 +177,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Distinct cells ordered by steps, with all samplers of one step count next to each other."""
         names = [canonical_sampler(text) for text in dict.fromkeys(self.samplers)]
         combinations = product(sorted(set(self.steps)), dict.fromkeys(self.guidance), self._settings, names)
-        cells = (Cell(name, steps, float(scale), settings=more) for steps, scale, more, name in combinations)
+        cells = (Cell(name, steps, float(scale), settings=settings) for steps, scale, settings, name in combinations)
         return tuple(dict.fromkeys(cells))
 
     @property
@@ -202,12 +202,12 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         The baseline has the first sampler, guidance scale or value of an axis, or the most steps.
         """
-        first, most = self.cells[0], max(self.steps)
+        first, max_steps = self.cells[0], max(self.steps)
         pairs = []
         for cell in self.cells:
             changes: list[dict[str, Any]] = [
                 {"sampler": first.sampler},
-                {"num_steps": most},
+                {"num_steps": max_steps},
                 {"guidance_scale": first.guidance_scale},
             ]
             for index, setting in enumerate(first.settings):
@@ -348,10 +348,12 @@ def read_differences(text: str, name: str) -> dict[str, float]:
 
 
 def _check_differences(differences: Mapping[str, float]) -> None:
-    known = [measure.value for measure in ASSUMED_DEVIATIONS]
+    measures = [measure.value for measure in ASSUMED_DEVIATIONS]
     for measure, value in differences.items():
-        if measure not in known:
-            raise InvalidRequest(f"detect has {quote(measure)}; the measures are {', '.join(known)}.", param="detect")
+        if measure not in measures:
+            raise InvalidRequest(
+                f"detect has {quote(measure)}; the measures are {', '.join(measures)}.", param="detect"
+            )
         if not 0 < value < math.inf:
             raise InvalidRequest(f"detect has {value:g} for {measure}; give a number above 0.", param="detect")
 

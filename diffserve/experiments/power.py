@@ -1,4 +1,4 @@
-"""Statistical power of paired comparisons, and intervals that stay valid after repeated looks at the data.
+"""Statistical power of paired comparisons, and intervals that stay valid when the data are analyzed several times.
 
 The unit is the prompt: the differences of a prompt's image pairs are averaged first, because its images are alike. A
 sweep that runs until it is decided looks at the data several times. Its intervals use the group-sequential bounds of
@@ -76,19 +76,19 @@ def describe_power(
     names: dict[tuple[Measure, float | None], list[str]] = {}
     for name, measure, deviation in comparisons:
         names.setdefault((measure, deviation), []).append(name)
-    for (measure, known), group in names.items():
-        deviation = ASSUMED_DEVIATIONS[measure] if known is None else known
+    for (measure, measured), group in names.items():
+        deviation = ASSUMED_DEVIATIONS[measure] if measured is None else measured
         num_units = num_prompts if num_prompts > 1 else num_seeds
-        detectable, wanted = detectable_difference(deviation, num_units), differences[measure.value]
-        needed = needed_units(deviation, wanted)
+        detectable, difference = detectable_difference(deviation, num_units), differences[measure.value]
+        needed = needed_units(deviation, difference)
         unit = "prompts" if num_prompts > 1 else "seeds"
         images = needed * num_seeds if num_prompts > 1 else needed
         subject = group[0] if len(group) == 1 else f"each of {len(group)} comparisons"
         finds = "no difference" if math.isinf(detectable) else f"a difference of {measure.write_difference(detectable)}"
         yield (
             f"{subject}: {num_units} {unit} detect {finds} in {measure.short_title} (80 % power, 5 % level, standard "
-            f"deviation {measure.write_difference(deviation)}{' assumed' if known is None else ''}); "
-            f"{measure.write_difference(wanted)} needs {needed} {unit}, {images:,} images per cell"
+            f"deviation {measure.write_difference(deviation)}{' assumed' if measured is None else ''}); "
+            f"{measure.write_difference(difference)} needs {needed} {unit}, {images:,} images per cell"
         )
 
 

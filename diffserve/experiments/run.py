@@ -142,11 +142,11 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
         InvalidRequest: ``previous`` cannot be read.
     """
     num_seeds = plan.looks[0] if plan.looks else plan.num_seeds
-    known = {} if previous is None else read_deviations(previous, num_seeds)
+    deviations = {} if previous is None else read_deviations(previous, num_seeds)
     names = cell_names(plan.cells)
     measures = [Measure(name) for name in plan.detect]
     comparisons = [
-        (f"{names[cell]} against {names[baseline]}", measure, known.get((cell, baseline, measure.value)))
+        (f"{names[cell]} against {names[baseline]}", measure, deviations.get((cell, baseline, measure.value)))
         for cell, baseline in plan.comparisons
         for measure in measures
     ]
@@ -156,11 +156,11 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
 def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]) -> Iterator[str]:
     """Describe the power of comparisons that were measured with ``num_seeds`` seeds per prompt."""
     names = cell_names(plan.cells)
-    known = [
+    measured_comparisons = [
         (f"{names[each.cell]} against {names[each.baseline]}", Measure(each.measure), each.deviation)
         for each in comparisons
     ]
-    return describe_power(known, len(plan.prompts), num_seeds, plan.detect)
+    return describe_power(measured_comparisons, len(plan.prompts), num_seeds, plan.detect)
 
 
 def refuse_early(plan: SweepPlan, folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_quantiles_of_student_are_those_of_scipy(z: float, freedom: int) -> None
 
 
 def noise(rng: np.random.Generator, kind: str) -> np.ndarray:
-    """Return paired differences of two equal cells, alike within a prompt."""
+    """Return paired differences of two equal cells, correlated within a prompt."""
     if kind == "binary":
         rates = rng.beta(2, 2, DEFAULT_PROMPTS)[GROUPS]
         return (rng.random(len(GROUPS)) < rates).astype(float) - (rng.random(len(GROUPS)) < rates)

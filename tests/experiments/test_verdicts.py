@@ -90,7 +90,7 @@ def test_cells_are_paired_where_both_have_images() -> None:
     assert len(analysis.picture_set(DDIM).features) == len(analysis.picture_set(DDPM).features) == 40
 
 
-def test_a_share_of_matches_is_told_with_the_error_of_the_checker() -> None:
+def test_a_share_of_matches_is_reported_with_the_error_of_the_checker() -> None:
     error = CheckerError(64, 0.015625, 0.0)
     analysis = Analysis(PLAN, records_of(PLAN, exact, lambda _: 0.1), checker=error)
     evidence = [line for finding in find(analysis) for line in finding.evidence if "wins" in line]

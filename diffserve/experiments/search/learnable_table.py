@@ -107,7 +107,7 @@ class LearnableTable(torch.nn.Module):
 
     @torch.no_grad()
     def set_row(self, row: int, x_weight: float, estimate_weights: list[float]) -> None:
-        """Set the weights of a row, for latents scaled to unit variance.
+        """Set the coefficients of one evaluation, for latents scaled to unit variance.
 
         Args:
             row: The row.

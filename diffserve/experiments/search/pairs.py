@@ -127,8 +127,8 @@ class Pairs(NamedTuple):
         times = self.timesteps.tolist()
         result = torch.zeros_like(self.path[0], dtype=torch.float64)
         for place in places:
-            others = [times[other] for other in places if other != place]
-            result += self.path[place] * math.prod((timestep - other) / (times[place] - other) for other in others)
+            other_times = [times[other] for other in places if other != place]
+            result += self.path[place] * math.prod((timestep - other) / (times[place] - other) for other in other_times)
         return result
 
 

@@ -102,13 +102,13 @@ class Memory(NamedTuple):
         """Compute the memory of a search by a dry run on empty tensors."""
         twin = meta_copy(model)
         width_px, height_px = model.native_size
-        kept: dict[int, int] = {}
+        bytes_by_storage: dict[int, int] = {}
         weights = {parameter.untyped_storage()._cdata for parameter in twin.unet.network.parameters()}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:
-                kept[storage._cdata] = storage.nbytes()
+                bytes_by_storage[storage._cdata] = storage.nbytes()
             return tensor
 
         call = random_call(twin, (height_px, width_px, model.text.window_tokens), 2 * batch)
@@ -117,7 +117,7 @@ class Memory(NamedTuple):
             output = twin.unet.plain(call)
         assert output.requires_grad
         num_bytes = sum(parameter.nbytes for parameter in model.unet.network.parameters())
-        return cls(num_bytes, sum(kept.values()), free_bytes(model.device))
+        return cls(num_bytes, sum(bytes_by_storage.values()), free_bytes(model.device))
 
     def recomputes(self, num_rows: int) -> bool:
         """Return whether each UNet call is computed again for its gradient."""
