@@ -35,6 +35,7 @@ from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
+from schedulers.learned import is_learned
 
 DEFAULT_MAX_IMAGES = 1024
 
@@ -168,14 +169,17 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
     axes = _read_axes(options)
     profile = settings.model
-    samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
+    samplers: tuple[str, ...] = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
     seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
     texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
     looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
     detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
+    if "samplers" in axes:
+        samplers = split_axis(axes.pop("samplers"), "--samplers")
     return SweepPlan(
-        samplers=split_axis(axes.pop("samplers"), "--samplers") if "samplers" in axes else samplers,
+        samplers=samplers,
+        learned=_learned_steps(samplers, settings),
         steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
         guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
         axes={name: read_values(name, text) for name, text in axes.items()},
@@ -186,6 +190,14 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         looks=looks,
         detect=dict(detect),
     )
+
+
+def _learned_steps(samplers: Iterable[str], settings: Settings) -> dict[str, int]:
+    if not any(map(is_learned, samplers)):
+        return {}
+    from diffserve.runtime.loading.family import learned_samplers_of
+
+    return learned_samplers_of(settings.model.path, settings.model.sampler_dir).steps_of(samplers)
 
 
 def _read_axes(options: SweepOptions) -> dict[str, str]:

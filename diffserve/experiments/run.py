@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from diffserve.api.types import ModelInfo
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import Value
@@ -43,6 +44,7 @@ from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDo
 from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
 from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
 from diffserve.experiments.verdicts import Comparison, open_comparisons
+from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
 
@@ -97,7 +99,7 @@ def sweep(
     Args:
         model: A model for ``Engine.from_pretrained``, or an engine that is not used elsewhere during the sweep.
         folder: Output folder.
-        samplers: Sampler names.
+        samplers: Sampler names; a learned one has one cell with its own steps.
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
         axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``.
@@ -111,9 +113,11 @@ def sweep(
         InvalidRequest: An argument or the folder is invalid; raised before anything is generated or written.
     """
     from diffserve.engine import Engine
+    from diffserve.runtime.loading.family import learned_samplers_of
 
     texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
+    known = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
     plan = SweepPlan(  # validated before a model is loaded
         samplers=tuple(samplers),
         steps=tuple(steps),
@@ -123,6 +127,7 @@ def sweep(
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
+        learned=known.steps_of(samplers),
     )
     refuse_early(plan, Path(folder))
     engine = model if isinstance(model, Engine) else Engine.from_pretrained(model)
@@ -349,8 +354,16 @@ def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str
         "size": info.good_sizes[0],
         "is_deterministic": engine.is_deterministic,
         "is_checked": check.wishes is not None,
+        **_learned_setup(engine.info, plan),
         **_plan_setup(plan),
     }
+
+
+def _learned_setup(info: ModelInfo, plan: SweepPlan) -> dict[str, Any]:
+    """Return the digests of the learned samplers of ``plan``."""
+    samplers = LearnedSamplers.of(info)
+    digests = {sampler: samplers.find(sampler).digest for sampler in sorted(plan.learned)}
+    return {"learned": digests} if digests else {}
 
 
 def _plan_setup(plan: SweepPlan) -> dict[str, Any]:

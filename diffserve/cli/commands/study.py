@@ -22,7 +22,8 @@ def sweep(
         str | None,
         typer.Option(
             "--samplers",
-            help="Samplers, comma-separated (default ddpm,ddim,dpmpp_2m; with --gate the model's sampler).",
+            help="Samplers, comma-separated, also learned:NAME with its own steps (default ddpm,ddim,dpmpp_2m; with "
+            "--gate the model's sampler).",
             metavar="NAMES",
         ),
     ] = None,
