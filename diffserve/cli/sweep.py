@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
-from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
+from diffserve.cli.sweep_engines import engine_opener, load_models, resolve_precisions
+from diffserve.experiments.axes import (
+    MODEL,
+    PRECISION,
+    numbers,
+    read_axis,
+    read_values,
+    split_axis,
+    whole_numbers,
+)
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
@@ -70,18 +78,23 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     Raises:
         DiffserveError: The user made an error; it is raised before any image or file is created.
     """
-    settings = sources.load()
-    plan = plan_of(options, settings)
+    models = load_models(axis_text(options, MODEL), sources)
+    settings = next(iter(models.values()))
+    guidance = {name: each.model.guidance_scale for name, each in models.items()} if len(models) > 1 else {}
+    plan = plan_of(options, settings, model_guidance=guidance)
     refuse_early(plan, options.output)
+    if PRECISION in plan.axes:
+        if sources.flags["model.dtype"].value is not None:
+            raise InvalidRequest("--dtype and --axis precision both set precisions; leave --dtype out.", param="dtype")
+        resolve_precisions(models, plan.axes[PRECISION], "--axis precision")
     power = state_power(plan, options.previous)
     if options.plan_only:
         print("\n".join([_describe_plan(plan), *power]))
         return 0
     check_prompts(plan, settings)
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {settings.model.path}"):
-        engine = open_engine(settings)
-    console.print("\n".join([_describe_plan(plan), *power]), markup=False, soft_wrap=True)
+    note = partial(console.print, markup=False, soft_wrap=True)
+    note("\n".join([_describe_plan(plan), *power]))
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
             show = _ProgressBar(progress, plan)
@@ -90,8 +103,8 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
                 check()
                 show(now)
 
-            note = partial(console.print, markup=False, soft_wrap=True)
-            report = run_plan(engine, plan, options.output, report_progress, options.max_minutes, note)
+            engines = engine_opener(models, note)
+            report = run_plan(engines, plan, options.output, report_progress, options.max_minutes, note)
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
@@ -150,13 +163,16 @@ def lasting_interrupt() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -> SweepPlan:
+def plan_of(
+    options: SweepOptions, settings: Settings, *, gated: bool = False, model_guidance: Mapping[str, float] | None = None
+) -> SweepPlan:
     """Return the plan of a sweep, or of a gate.
 
     Args:
         options: Arguments of the sweep.
         settings: Settings with the defaults of the model.
         gated: Whether the plan is for a gate: no reference images, and by default one cell with one seed.
+        model_guidance: Default guidance scale of each model of the axis, used without an axis of guidance scales.
 
     Raises:
         InvalidRequest: An argument is invalid.
@@ -167,6 +183,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
     axes = _read_axes(options)
+    has_guidance = "guidance" in axes
     profile = settings.model
     samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
@@ -179,6 +196,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
         guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
         axes={name: read_values(name, text) for name, text in axes.items()},
+        model_guidance={} if has_guidance else dict(model_guidance or {}),
         prompts=texts,
         num_seeds=looks[-1] if looks else seeds,
         first_seed=options.first_seed,
@@ -186,6 +204,11 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         looks=looks,
         detect=dict(detect),
     )
+
+
+def axis_text(options: SweepOptions, name: str) -> str | None:
+    """Return the text of an axis, ``None`` if it is not given."""
+    return _read_axes(options).get(name)
 
 
 def _read_axes(options: SweepOptions) -> dict[str, str]:

@@ -54,10 +54,14 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     try:
         with file.open("rb") as stream:
             text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
+        is_text = "\0" not in text  # in UTF-16 without a mark every other byte of English text is zero
     except OSError as error:
         raise InvalidRequest(f"cannot read prompts from {str(file)!r}: {error.strerror}.", param="prompts") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{str(file)!r} is not UTF-8 text; write one prompt per line.", param="prompts") from None
+        is_text = False
+    if not is_text:
+        message = f"{str(file)!r} is not UTF-8 text; save it as UTF-8 with one prompt per line."
+        raise InvalidRequest(message, param="prompts")
     prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not prompts:
         raise InvalidRequest(f"{str(file)!r} has no prompts; write one per line.", param="prompts")

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Self
@@ -51,29 +51,37 @@ class Store:
         folder: Output folder of the sweep.
         setup: Everything except the cell that results depend on.
         results: Names of result files that must not exist in a folder without a sweep.
-        keeps_images: Whether all images are stored, and not only the converged ones.
+        setup_of: Returns the part of ``setup`` that the results of a cell depend on; by default all of it.
+        image_cells: Cells whose images are stored in addition to the converged ones.
 
     Raises:
         InvalidRequest: The folder cannot be written, holds foreign results or another sweep, or is in use.
     """
 
     def __init__(
-        self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str], keeps_images: bool = False
+        self,
+        folder: Path,
+        setup: Mapping[str, Any],
+        *,
+        results: Iterable[str],
+        setup_of: Callable[[Cell], Mapping[str, Any]] | None = None,
+        image_cells: Iterable[Cell] = (),
     ) -> None:
         refuse_folder(folder, results)
         refuse_other_sweep(folder, setup)
         self.folder = folder
         self.parts = folder / PARTS
-        self._setup = dict(setup)
-        self._keeps_images = keeps_images
+        self._setup_of = setup_of or (lambda _: setup)
+        self._image_cells = frozenset(image_cells)
         self._digests: dict[Cell, str] = {}
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
         self._lock: IO[bytes] | None = None
         with guard(folder):
             self.parts.mkdir(parents=True, exist_ok=True)
-        if not (self.parts / SETUP).exists():
-            self.write_json(SETUP, self._setup)
+        stored = self.read_json(SETUP) or {}
+        if not setup.keys() <= stored.keys():
+            self.write_json(SETUP, {**stored, **setup})
 
     def __enter__(self) -> Self:
         self._lock = take_lock(self.folder)
@@ -88,7 +96,7 @@ class Store:
 
     def digest(self, cell: Cell, extra: Mapping[str, Any] | None = None) -> str:
         """Return a digest of 12 hexadecimal digits over the setup, the cell and ``extra``."""
-        content = {**self._setup, "cell": cell, **(extra or {})}
+        content = {**self._setup_of(cell), "cell": cell, **(extra or {})}
         text = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(text).hexdigest()[:DIGEST_DIGITS]
 
@@ -116,7 +124,7 @@ class Store:
         ]
 
     def save(self, finished: FinishedImage) -> None:
-        """Store a converged image atomically, or any image if all are stored."""
+        """Store a converged image, or one of ``image_cells``, atomically."""
         if not self._keeps(finished.image.cell):
             return
         assert finished.latents is not None, "a sweep asks for latents"
@@ -139,7 +147,7 @@ class Store:
             return None
 
     def _keeps(self, cell: Cell) -> bool:
-        return self._keeps_images or cell.is_reference
+        return cell.is_reference or cell in self._image_cells
 
     def write_json(self, name: str, document: Any) -> None:
         """Replace ``parts/<name>`` atomically."""

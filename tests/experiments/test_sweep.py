@@ -371,6 +371,8 @@ def run_main(*arguments: object) -> int:
         (["--max-minutes", "5"], "--max-minutes needs --until-decided"),
         (["--previous", "none"], "cannot read 'none': No such file or directory."),
         (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
+        (["-o", "/proc/sweep"], "cannot write to '/proc/sweep': "),
+        (["--prompts", "wide"], "'wide' is not UTF-8 text; save it as UTF-8 with one prompt per line."),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
@@ -384,6 +386,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
     model = tiny_model("sd15")
     monkeypatch.chdir(tmp_path)
     files = {"file": "mine", "empty": "\n", "other/parts/setup.json": '{"first_seed": 7}', "mine/report.html": "mine"}
+    files["wide"] = "a\0 \0f\0o\0x\0"  # English text in UTF-16
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -42,7 +42,8 @@ def sweep(
         list[str] | None,
         typer.Option(
             "--axis",
-            help="Another request field and its values, such as eta=0,0.5 or lora:NAME=0-1 [5]; repeatable.",
+            help="Another field and its values: eta=0,0.5, lora:NAME=0-1 [5], precision=float32,int8, model=A,B; "
+            "repeatable.",
             metavar="NAME=VALUES",
         ),
     ] = None,
@@ -96,7 +97,11 @@ def sweep(
         ),
     ] = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Only print the cost and the differences that can be detected.")
+        bool,
+        typer.Option(
+            "--plan-only",
+            help="Only print the cost and the differences that can be detected; with --search the memory.",
+        ),
     ] = False,
     search: Annotated[
         bool, typer.Option("--search", help="Learn samplers with --steps evaluations instead; see below.")
@@ -132,6 +137,10 @@ def sweep(
     Numbers may be ranges as in A1111: 10-50 (+10) counts in steps of 10, 1-3 [5] takes 5 values. A field of a request
     can be an axis: --axis spacing=leading,trailing --axis guidance_interval=0-1,0.2-0.8 --axis "cache_interval=1-3".
 
+    --axis precision=float32,bfloat16,int8 and --axis model=embedded,embedded-turbo,NAME=PATH open one engine after the
+    other. Converged images are generated in the first precision, and for every model; without --guidance each model
+    uses its own default. With --refiner, --axis switch_at=0.6-0.9 [4] varies when the refiner takes over.
+
     Before it starts, the sweep states which differences the images can detect (80 % power, 5 % level), and how many
     are needed for those of --detect. With --until-decided, verdicts are looked at after 1, 2, 4, ... times --seeds
     images of each prompt, with bounds that keep the level of 5 % over all looks; decided cells get no more images.
@@ -141,12 +150,13 @@ def sweep(
 
     With --gate, the cells are generated in every named precision and compared with the first one. Exact prompt match,
     PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
-    is 0 if every candidate passes and 3 if one fails.
+    is 0 if every candidate passes and 3 if one fails. Exact prompt match is only measured for images of the embedded
+    model; --gate-exact with another model is an error.
 
     With --search, a sampler is learned for every number of --steps: timesteps and coefficients are chosen so that
     images come close to converged ones at one guidance scale. Training, validation and test prompts differ. DIR
     receives MODEL-STEPS.json for each. A server with --sampler-dir DIR runs it for requests with the sampler
-    learned:MODEL-STEPS. The needed memory is stated first.
+    learned:MODEL-STEPS. The needed memory is stated first, before weights are loaded.
 
     Example: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
@@ -163,9 +173,10 @@ def sweep(
     if search:
         from diffserve.cli.sampler_search import run as run_search
 
-        if gate or samplers or seeds is not None or axes or detect or until_decided or previous or plan_only:
+        if gate or samplers or seeds is not None or axes or detect or until_decided or previous:
             raise InvalidRequest(
-                "--search takes --steps, --guidance, --prompts and --seed; leave out other options of a sweep or gate."
+                "--search takes --steps, --guidance, --prompts, --seed and --plan-only; leave out other options of a "
+                "sweep or gate."
             )
         return run_search(options, settings)
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
