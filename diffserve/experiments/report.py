@@ -9,6 +9,7 @@ from io import BytesIO, StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,7 +37,7 @@ from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan, Tar
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
-from diffserve.experiments.store import Store, write_whole
+from diffserve.experiments.store import DIGEST_DIGITS, Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
 from diffserve.world.checker import SceneSpec
@@ -84,6 +85,7 @@ def write_report(
     times: Mapping[Cell, SoloTime],
     check: PromptCheck,
     initial_machine: Mapping[str, Any],
+    weights: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> SweepReport:
     """Analyze a complete sweep and write its files, the HTML page last.
 
@@ -94,6 +96,7 @@ def write_report(
         times: Time of each cell, measured alone.
         check: The prompt checker.
         initial_machine: State of the machine when the sweep started.
+        weights: Folder name and digest of the weights of measures, by name of the measure.
     """
     size = engine.info.good_sizes[0]
     drawn = None if check.wishes is None else draw(check.wishes, *size)
@@ -107,6 +110,7 @@ def write_report(
         "machine": initial_machine,
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
+        **({"measures": _describe_weights(weights)} if weights else {}),
         "notes": _notes(plan, engine, drawn, check.why_not, initial_machine),
         "checker": checker,
         "findings": findings,
@@ -241,6 +245,10 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
     }
 
 
+def _describe_weights(weights: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: f"{folder}, weights {digest[:DIGEST_DIGITS]}" for name, (folder, digest) in weights.items()}
+
+
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
     counts = sorted({summary.num_images for summary in document["cells"]})
@@ -253,6 +261,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
         **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},
+        **document.get("measures", {}),
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),

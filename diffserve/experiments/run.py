@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,8 +24,16 @@ from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import Value
 from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
 from diffserve.experiments.estimates import Measure
+from diffserve.experiments.export import Export
 from diffserve.experiments.generation import complete, generate_measured
-from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.measure import NO_MODELS, ImageMeasures, ModelMeasures, PromptCheck
+from diffserve.experiments.model_measures import (
+    Folders,
+    check_detected,
+    digest_measures,
+    load_measures,
+    read_measures,
+)
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -41,7 +50,7 @@ from diffserve.experiments.power import describe_power
 from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
-from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
+from diffserve.experiments.store import MEASURES, Store, refuse_folder, refuse_other_sweep
 from diffserve.experiments.verdicts import Comparison, open_comparisons
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
@@ -50,6 +59,7 @@ if TYPE_CHECKING:
     from diffserve.engine import Engine
 
 RECORD_VERSION = 2
+NO_FOLDERS: Folders = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,8 @@ def sweep(
     seeds: int = DEFAULT_SEEDS,
     first_seed: int = 0,
     reference_steps: int = REFERENCE_STEPS,
+    measures: Mapping[str, str | Path] = MappingProxyType({}),
+    export: Export | None = None,
     on_progress: OnProgress | None = None,
 ) -> SweepReport:
     """Compare samplers and step counts on the same prompts and seeds, and write a report into ``folder``.
@@ -105,6 +117,8 @@ def sweep(
         seeds: Images per prompt.
         first_seed: Seed of the first image.
         reference_steps: DDIM steps of the converged images.
+        measures: Folders of weights by name of a measure, such as ``{"clip_score": "clip-vit-large-patch14"}``.
+        export: Benchmark whose layout the images are also written in.
         on_progress: Called with the progress of the sweep.
 
     Raises:
@@ -124,11 +138,12 @@ def sweep(
         first_seed=first_seed,
         reference_steps=reference_steps,
     )
-    refuse_early(plan, Path(folder))
+    folders = read_measures(f"{name}={path}" for name, path in measures.items())
+    refuse_early(plan, Path(folder), folders, export)
     engine = model if isinstance(model, Engine) else Engine.from_pretrained(model)
     if scales is None:
         plan = msgspec.structs.replace(plan, guidance=(engine.info.default_guidance_scale,))
-    return run_plan(engine, plan, Path(folder), on_progress)
+    return run_plan(engine, plan, Path(folder), on_progress, folders=folders, export=export)
 
 
 def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
@@ -163,12 +178,22 @@ def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]
     return describe_power(measured_comparisons, len(plan.prompts), num_seeds, plan.detect)
 
 
-def refuse_early(plan: SweepPlan, folder: Path) -> None:
-    """Check ``folder`` before a model is loaded.
+def refuse_early(plan: SweepPlan, folder: Path, folders: Folders = NO_FOLDERS, export: Export | None = None) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Args:
+        plan: The plan.
+        folder: Output folder.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in.
 
     Raises:
-        InvalidRequest: The folder cannot be written or holds another sweep.
+        InvalidRequest: The folder cannot be written or holds another sweep, a measure of the plan needs weights, or
+            the plan does not fit the benchmark.
     """
+    check_detected(plan.detect, folders)
+    if export is not None:
+        export.check(plan)
     refuse_folder(folder, RESULTS)
     refuse_other_sweep(folder, _plan_setup(plan))
 
@@ -180,6 +205,9 @@ def run_plan(
     on_progress: OnProgress | None = None,
     max_minutes: float | None = None,
     on_note: Callable[[str], None] = lambda _: None,
+    *,
+    folders: Folders = NO_FOLDERS,
+    export: Export | None = None,
 ) -> SweepReport:
     """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`.
 
@@ -190,12 +218,17 @@ def run_plan(
         on_progress: Called with the progress of the sweep.
         max_minutes: Time after which no images are added to those of the first look.
         on_note: Called with sentences about open verdicts after each look but the last.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in; all images are stored then.
     """
     deadline_s = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     plan.check(engine.info)
     check = check_plan(engine, plan)
+    check_detected(plan.detect, folders)
+    models, digests = load_measures(folders, engine.info.device), digest_measures(folders)
+    setup = {**setup_of(engine, plan, check), **({MEASURES: digests} if digests else {})}
     initial_machine = machine()
-    with Store(folder, setup_of(engine, plan, check), results=RESULTS) as store:
+    with Store(folder, setup, results=RESULTS, keeps_images=export is not None) as store:
         times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
         times = _read_times(store, times_name, plan)
         timed_rows = 0 if times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
@@ -203,15 +236,23 @@ def run_plan(
         with contextlib.suppress(_TimeIsUpError):
             for images in _images_of_looks(plan, store, on_note):
                 counter.expect(sum(image.cell.rows for image in images))
-                generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
+                generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"), models=models)
                 counter.deadline_s = deadline_s
         counter.deadline_s = math.inf
         if not times:
             times = time_alone(engine, plan, lambda cell: counter.add("timing", cell.rows))
             store.write_json(times_name, {cell.slug: time for cell, time in times.items()})
         counter.add("reporting")
+        if export is not None:
+            export.write(plan, store)
         return write_report(
-            engine=engine, plan=plan, store=store, times=times, check=check, initial_machine=initial_machine
+            engine=engine,
+            plan=plan,
+            store=store,
+            times=times,
+            check=check,
+            initial_machine=initial_machine,
+            weights={measure.value: (path.name, digests[measure.value]) for measure, path in folders.items()},
         )
 
 
@@ -288,6 +329,7 @@ def generate_missing(
     images: Sequence[PlannedImage],
     on_rows: Callable[[float, Cell | None], None],
     reference_store: Store | None = None,
+    models: ModelMeasures = NO_MODELS,
 ) -> None:
     """Generate and measure missing images; every record is on disk before the next engine tick.
 
@@ -299,6 +341,7 @@ def generate_missing(
         images: The missing images.
         on_rows: Called with the UNet rows of each tick and ``None``, and with each cell that is completed.
         reference_store: Images to compare with, by default the plan's converged images.
+        models: Measures by networks whose weights the user names.
     """
     if not images:
         return
@@ -314,7 +357,7 @@ def generate_missing(
             if not num_left[event.image.cell]:
                 on_rows(0.0, event.image.cell)
 
-    measures = ImageMeasures(check, FeatureNetwork())
+    measures = ImageMeasures(check, FeatureNetwork(), models)
     engine.warm_up()  # so that its time is not charged to an image
     generator = EngineGenerator(engine, plan)
     complete(generate_measured(plan, generator, measures, store, images, count, reference_store=reference_store))

@@ -27,6 +27,8 @@ from diffserve.experiments.records import FinishedImage, ImageRecord, StoredImag
 
 PARTS = "parts"
 SETUP, LOCK = "setup.json", "lock"
+MEASURES = "measures"
+"""Setup field with the digests of the weights of measures, absent without such measures."""
 
 DIGEST_DIGITS = 12
 MAX_SHOWN_CHARS = 24
@@ -36,6 +38,7 @@ NAMES = {
     "num_seeds": "seeds per prompt",
     "first_seed": "first seed",
     "reference_steps": "reference steps",
+    MEASURES: "measures",
 }
 """Display names of setup fields for error messages."""
 
@@ -61,7 +64,7 @@ class Store:
         self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str], keeps_images: bool = False
     ) -> None:
         refuse_folder(folder, results)
-        refuse_other_sweep(folder, setup)
+        refuse_other_sweep(folder, {MEASURES: {}, **setup})
         self.folder = folder
         self.parts = folder / PARTS
         self._setup = dict(setup)
@@ -226,6 +229,8 @@ def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
         raise _other(folder, "that cannot be read") from None
     if not stored and any(parts.glob("*.jsonl")):
         raise _other(folder, "of another version")
+    if stored:
+        stored.setdefault(MEASURES, {})
     current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
     for name in [name for name in current if name in stored and stored[name] != current[name]]:
         raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")

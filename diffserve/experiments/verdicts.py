@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
+from diffserve.experiments.estimates import MODEL_MEASURES, SET_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, cell_names
 from diffserve.experiments.power import detectable_difference
 
@@ -24,7 +24,7 @@ LEAST_FRECHET_GAP = 0.013
 Outcome = int
 """Result of a comparison: 1 ahead, 0 not distinguishable, -1 behind."""
 
-SHOWN = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
+SHOWN = (Measure.EXACT, *MODEL_MEASURES, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
 """Measures in tables of comparisons; report.json has all."""
 
 
