@@ -27,7 +27,9 @@ from diffserve.experiments.axes import (
     split_axis,
     whole_numbers,
 )
-from diffserve.experiments.estimates import Measure
+from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
+from diffserve.experiments.export import Export
+from diffserve.experiments.model_measures import read_measures
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
     DEFAULT_SEEDS,
@@ -38,7 +40,7 @@ from diffserve.experiments.plan import (
     read_differences,
 )
 from diffserve.experiments.power import DIFFERENCES
-from diffserve.experiments.prompts import held_out_prompts, read_prompts
+from diffserve.experiments.prompts import BenchmarkPrompt, held_out_prompts, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
@@ -66,6 +68,8 @@ class SweepOptions:
     max_minutes: float | None = None
     previous: Path | None = None
     plan_only: bool = False
+    measures: tuple[str, ...] = ()
+    export_layout: str | None = None
 
 
 def run(options: SweepOptions, sources: SettingsOptions) -> int:
@@ -82,7 +86,8 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     settings = next(iter(models.values()))
     guidance = {name: each.model.guidance_scale for name, each in models.items()} if len(models) > 1 else {}
     plan = plan_of(options, settings, model_guidance=guidance)
-    refuse_early(plan, options.output)
+    folders, export = read_measures(options.measures), _export_of(options, plan)
+    refuse_early(plan, options.output, folders, export)
     if PRECISION in plan.axes:
         if sources.flags["model.dtype"].value is not None:
             raise InvalidRequest("--dtype and --axis precision both set precisions; leave --dtype out.", param="dtype")
@@ -104,14 +109,39 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
                 show(now)
 
             engines = engine_opener(models, note)
-            report = run_plan(engines, plan, options.output, report_progress, options.max_minutes, note)
+            report = run_plan(
+                engines,
+                plan,
+                options.output,
+                report_progress,
+                options.max_minutes,
+                note,
+                folders=folders,
+                export=export,
+            )
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
         print(line)
+    if export is not None:
+        print(options.output / export.layout)
     return 0
+
+
+def _export_of(options: SweepOptions, plan: SweepPlan) -> Export | None:
+    """Return the export of ``--export-layout``, with the prompts of ``plan`` as their file has them."""
+    if options.export_layout is None:
+        return None
+    path = Path(options.prompts.strip())
+    texts = [BenchmarkPrompt(text) for text in plan.prompts]
+    return Export(options.export_layout, texts if _is_count(options) else read_benchmark_prompts(path))
+
+
+def _is_count(options: SweepOptions) -> bool:
+    """Return whether ``--prompts`` is a number of captions."""
+    return options.prompts.strip().removeprefix("-").isdecimal()
 
 
 def _describe_plan(plan: SweepPlan) -> str:
@@ -177,8 +207,7 @@ def plan_of(
     Raises:
         InvalidRequest: An argument is invalid.
     """
-    prompts = options.prompts.strip()
-    is_count = prompts.removeprefix("-").isdecimal()
+    prompts, is_count = options.prompts.strip(), _is_count(options)
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
@@ -273,7 +302,7 @@ class _ProgressBar:
 
 def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
-    candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
+    candidates = (Measure.EXACT, *PROMPT_MEASURES, Measure.LPIPS, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
     heads = ["cell", "evaluations", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]

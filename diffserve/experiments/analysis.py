@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Estimate, Measure
+from diffserve.experiments.estimates import PROMPT_MEASURES, SET_MEASURES, CheckerError, Estimate, Measure
 from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
@@ -135,8 +135,11 @@ class Analysis:
     def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
         records = self.records(cell) if places is None else [self._records[cell][place] for place in places]
+        optional_values: Sequence[float | None]
         if measure is Measure.EXACT:
             optional_values = [record.parts.exact if record.parts else None for record in records]
+        elif measure in PROMPT_MEASURES:
+            optional_values = [record.scores.get(measure.value) for record in records]
         else:
             optional_values = [
                 getattr(record.distance, measure.value) if record.distance else None for record in records

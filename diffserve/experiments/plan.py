@@ -32,7 +32,7 @@ from diffserve.experiments.axes import (
     write_settings,
 )
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.power import ASSUMED_DEVIATIONS, DIFFERENCES
+from diffserve.experiments.power import DETECTABLE, DIFFERENCES
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
 DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")
@@ -388,7 +388,7 @@ def read_differences(text: str, name: str) -> dict[str, float]:
 
 
 def _check_differences(differences: Mapping[str, float]) -> None:
-    measures = [measure.value for measure in ASSUMED_DEVIATIONS]
+    measures = [measure.value for measure in DETECTABLE]
     for measure, value in differences.items():
         if measure not in measures:
             raise InvalidRequest(

@@ -9,6 +9,7 @@ from io import BytesIO, StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,7 +39,7 @@ from diffserve.experiments.plan import TIMED_ROUNDS, Cell, EngineKey, Place, Swe
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
-from diffserve.experiments.store import Store, write_whole
+from diffserve.experiments.store import DIGEST_DIGITS, Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
 from diffserve.world.checker import SceneSpec
@@ -86,6 +87,7 @@ def write_report(
     times: Mapping[Cell, SoloTime],
     facts: Mapping[EngineKey, EngineFacts],
     initial_machine: Mapping[str, Any],
+    weights: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> SweepReport:
     """Analyze a complete sweep and write its files, the HTML page last.
 
@@ -96,6 +98,7 @@ def write_report(
         times: Time of each cell, measured alone.
         facts: Facts of each engine of the plan.
         initial_machine: State of the machine when the sweep started.
+        weights: Folder name and digest of the weights of measures, by name of the measure.
     """
     check, size = facts[plan.engines[0]].check, engine.info.good_sizes[0]
     drawn = None if check.wishes is None else draw(check.wishes, *size)
@@ -111,6 +114,7 @@ def write_report(
         "model": facts[plan.engines[0]].model,
         **({"models": {_name_of(key): fact.model for key, fact in facts.items()}} if len(facts) > 1 else {}),
         "plan": plan,
+        **({"measures": _describe_weights(weights)} if weights else {}),
         "notes": _notes(plan, facts, drawn, initial_machine),
         "checker": checker,
         "findings": findings,
@@ -261,6 +265,10 @@ def _models(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(document.get("models", {"": document["model"]}).values())
 
 
+def _describe_weights(weights: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: f"{folder}, weights {digest[:DIGEST_DIGITS]}" for name, (folder, digest) in weights.items()}
+
+
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     machine = document["machine"]
     counts = sorted({summary.num_images for summary in document["cells"]})
@@ -276,6 +284,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
         **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},
+        **document.get("measures", {}),
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,8 +26,16 @@ from diffserve.experiments.axes import MODEL, PRECISION, Value, read_models, wri
 from diffserve.experiments.engine_generator import EngineGenerator, time_alone
 from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan, shared_setup
 from diffserve.experiments.estimates import Measure
+from diffserve.experiments.export import Export
 from diffserve.experiments.generation import complete, generate_measured
-from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.measure import NO_MODELS, ImageMeasures, ModelMeasures, PromptCheck
+from diffserve.experiments.model_measures import (
+    Folders,
+    check_detected,
+    digest_measures,
+    load_measures,
+    read_measures,
+)
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -44,7 +53,7 @@ from diffserve.experiments.power import describe_power
 from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
-from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
+from diffserve.experiments.store import MEASURES, Store, refuse_folder, refuse_other_sweep
 from diffserve.experiments.verdicts import Comparison, is_comparable, open_comparisons
 from diffserve.settings.layers import load_settings
 from diffserve.version import __version__
@@ -54,6 +63,7 @@ if TYPE_CHECKING:
     from diffserve.engine import Engine
 
 RECORD_VERSION = 2
+NO_FOLDERS: Folders = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ def sweep(
     seeds: int = DEFAULT_SEEDS,
     first_seed: int = 0,
     reference_steps: int = REFERENCE_STEPS,
+    measures: Mapping[str, str | Path] = MappingProxyType({}),
+    export: Export | None = None,
     on_progress: OnProgress | None = None,
 ) -> SweepReport:
     """Compare samplers and step counts on the same prompts and seeds, and write a report into ``folder``.
@@ -111,6 +123,8 @@ def sweep(
         seeds: Images per prompt.
         first_seed: Seed of the first image.
         reference_steps: DDIM steps of the converged images.
+        measures: Folders of weights by name of a measure, such as ``{"clip_score": "clip-vit-large-patch14"}``.
+        export: Benchmark whose layout the images are also written in.
         on_progress: Called with the progress of the sweep.
 
     Raises:
@@ -133,7 +147,8 @@ def sweep(
         first_seed=first_seed,
         reference_steps=reference_steps,
     )
-    refuse_early(plan, Path(folder))
+    folders = read_measures(f"{name}={path}" for name, path in measures.items())
+    refuse_early(plan, Path(folder), folders, export)
     if isinstance(model, Engine) and plan.engines != ((),):
         raise InvalidRequest("model and precision cannot be axes of an open engine; give the name of a model.")
 
@@ -149,7 +164,7 @@ def sweep(
         scale = engines.get(plan.engines[0]).info.default_guidance_scale
         defaults = {name: load_settings(model=path).model.guidance_scale for name, path in paths.items()}
         plan = msgspec.structs.replace(plan, guidance=(scale,), model_guidance=defaults)
-    return run_plan(engines, plan, Path(folder), on_progress)
+    return run_plan(engines, plan, Path(folder), on_progress, folders=folders, export=export)
 
 
 def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
@@ -185,12 +200,22 @@ def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]
     return describe_power(measured_comparisons, len(plan.prompts), num_seeds, plan.detect)
 
 
-def refuse_early(plan: SweepPlan, folder: Path) -> None:
-    """Check ``folder`` before a model is loaded.
+def refuse_early(plan: SweepPlan, folder: Path, folders: Folders = NO_FOLDERS, export: Export | None = None) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Args:
+        plan: The plan.
+        folder: Output folder.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in.
 
     Raises:
-        InvalidRequest: The folder cannot be written or holds another sweep.
+        InvalidRequest: The folder cannot be written or holds another sweep, a measure of the plan needs weights, or
+            the plan does not fit the benchmark.
     """
+    check_detected(plan.detect, folders)
+    if export is not None:
+        export.check(plan)
     refuse_folder(folder, RESULTS)
     refuse_other_sweep(folder, _plan_setup(plan))
 
@@ -202,6 +227,9 @@ def run_plan(
     on_progress: OnProgress | None = None,
     max_minutes: float | None = None,
     on_note: Callable[[str], None] = lambda _: None,
+    *,
+    folders: Folders = NO_FOLDERS,
+    export: Export | None = None,
 ) -> SweepReport:
     """Run ``plan`` and write the report into ``folder``; see :func:`sweep`.
 
@@ -213,20 +241,25 @@ def run_plan(
         on_progress: Called with the progress of the sweep.
         max_minutes: Time after which no images are added to those of the first look.
         on_note: Called with sentences about open verdicts after each look but the last.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in; all images are stored then.
     """
     deadline_s = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     engines = engine if isinstance(engine, Engines) else Engines(engine)
     if plan.reference_steps is None:
         raise InvalidRequest("reference_steps is missing; a sweep compares with converged images.")
+    check_detected(plan.detect, folders)
     facts = check_plan(engines, plan)
+    models, digests = load_measures(folders, facts[plan.engines[0]].setup["device"]), digest_measures(folders)
     initial_machine = machine()
-    with open_store(plan, facts, folder, results=RESULTS) as store:
+    image_cells = () if export is None else plan.all_cells
+    with open_store(plan, facts, folder, results=RESULTS, image_cells=image_cells, digests=digests) as store:
         times = _read_times(store, plan)
         untimed = [cell for cell in plan.all_cells if cell not in times]
         counter = ProgressCounter(on_progress, TIMED_ROUNDS * sum(cell.rows for cell in untimed))
         with contextlib.suppress(_TimeIsUpError):
             for images in _images_of_looks(plan, store, on_note):
-                generate_missing(engines, plan, store, facts, images, counter)
+                generate_missing(engines, plan, store, facts, images, counter, models)
                 counter.deadline_s = deadline_s
         counter.deadline_s = math.inf
         for key in reversed(plan.engines):  # the last engine is open
@@ -236,6 +269,8 @@ def run_plan(
                 store.write_json(_times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
                 times |= timed
         counter.add("reporting")
+        if export is not None:
+            export.write(plan, store)
         return write_report(
             engine=engines.get(plan.engines[0]),
             plan=plan,
@@ -243,6 +278,7 @@ def run_plan(
             times=times,
             facts=facts,
             initial_machine=initial_machine,
+            weights={measure.value: (path.name, digests[measure.value]) for measure, path in folders.items()},
         )
 
 
@@ -307,6 +343,7 @@ def generate_missing(
     facts: Mapping[EngineKey, EngineFacts],
     images: Iterable[PlannedImage],
     counter: ProgressCounter,
+    models: ModelMeasures = NO_MODELS,
 ) -> None:
     """Generate and measure missing images, one engine after the other; see :func:`_generate_on`.
 
@@ -317,6 +354,7 @@ def generate_missing(
         facts: Facts of the engines.
         images: The missing images.
         counter: Reports the progress.
+        models: Measures by networks whose weights the user names.
     """
     missing: dict[EngineKey, list[PlannedImage]] = {key: [] for key in plan.engines}
     for image in images:
@@ -325,7 +363,7 @@ def generate_missing(
     for key, group in missing.items():
         if group:
             on_rows = partial(counter.add, f"painting{write_settings(key)}")
-            _generate_on(engines.get(key), plan, store, facts[key].check, group, on_rows)
+            _generate_on(engines.get(key), plan, store, facts[key].check, group, on_rows, models)
 
 
 def _generate_on(
@@ -335,6 +373,7 @@ def _generate_on(
     check: PromptCheck,
     images: Sequence[PlannedImage],
     on_rows: Callable[[float, Cell | None], None],
+    models: ModelMeasures,
 ) -> None:
     """Generate and measure images on one engine; every record is on disk before the next engine tick."""
     from diffserve.experiments.metrics.set_distance import FeatureNetwork
@@ -349,7 +388,7 @@ def _generate_on(
             if not num_left[event.image.cell]:
                 on_rows(0.0, event.image.cell)
 
-    measures = ImageMeasures(check, FeatureNetwork())
+    measures = ImageMeasures(check, FeatureNetwork(), models)
     engine.warm_up()  # so that its time is not charged to an image
     generator = EngineGenerator(engine, plan)
     complete(generate_measured(plan, generator, measures, store, images, count))
@@ -376,12 +415,14 @@ def open_store(
     *,
     results: Iterable[str],
     image_cells: Iterable[Cell] = (),
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> Store:
     """Open the store of a plan; see :class:`Store`.
 
-    The results of a cell depend on its engine, and on that of the images that they are compared with.
+    The results of a cell depend on its engine, on that of the images that they are compared with, and on the weights of
+    measures, whose ``digests`` are given by name.
     """
-    common = _common_setup(plan)
+    common = {**_common_setup(plan), **({MEASURES: dict(digests)} if digests else {})}
 
     def setup_of(cell: Cell) -> Mapping[str, Any]:
         engine = plan.engine_of(cell)

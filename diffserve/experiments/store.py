@@ -27,6 +27,8 @@ from diffserve.experiments.records import FinishedImage, ImageRecord, StoredImag
 
 PARTS = "parts"
 SETUP, LOCK = "setup.json", "lock"
+MEASURES = "measures"
+"""Setup field with the digests of the weights of measures, absent without such measures."""
 
 DIGEST_DIGITS = 12
 MAX_SHOWN_CHARS = 24
@@ -36,6 +38,7 @@ NAMES = {
     "num_seeds": "seeds per prompt",
     "first_seed": "first seed",
     "reference_steps": "reference steps",
+    MEASURES: "measures",
 }
 """Display names of setup fields for error messages."""
 
@@ -68,7 +71,7 @@ class Store:
         image_cells: Iterable[Cell] = (),
     ) -> None:
         refuse_folder(folder, results)
-        refuse_other_sweep(folder, setup)
+        refuse_other_sweep(folder, {MEASURES: {}, **setup})
         self.folder = folder
         self.parts = folder / PARTS
         self._setup_of = setup_of or (lambda _: setup)
@@ -234,6 +237,8 @@ def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
         raise _other(folder, "that cannot be read") from None
     if not stored and any(parts.glob("*.jsonl")):
         raise _other(folder, "of another version")
+    if stored:
+        stored.setdefault(MEASURES, {})
     current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
     for name in [name for name in current if name in stored and stored[name] != current[name]]:
         raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")

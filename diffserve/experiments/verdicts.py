@@ -12,7 +12,7 @@ import msgspec
 
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import MODEL
-from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
+from diffserve.experiments.estimates import MODEL_MEASURES, PROMPT_MEASURES, SET_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, cell_names
 from diffserve.experiments.power import detectable_difference
 
@@ -25,7 +25,7 @@ LEAST_FRECHET_GAP = 0.013
 Outcome = int
 """Result of a comparison: 1 ahead, 0 not distinguishable, -1 behind."""
 
-SHOWN = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
+SHOWN = (Measure.EXACT, *MODEL_MEASURES, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
 """Measures in tables of comparisons; report.json has all."""
 
 
@@ -111,7 +111,7 @@ def is_comparable(cell: Cell, baseline: Cell, measure: Measure) -> bool:
     Different models have different converged images, so distances to them are not compared between models.
     """
     is_same_model = dict(cell.settings).get(MODEL) == dict(baseline.settings).get(MODEL)
-    return is_same_model or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID)
+    return is_same_model or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID, *PROMPT_MEASURES)
 
 
 def compare_cells(analysis: Analysis, measures: Iterable[Measure] = Measure) -> Iterator[Comparison]:

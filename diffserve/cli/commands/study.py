@@ -51,8 +51,9 @@ def sweep(
         str,
         typer.Option(
             "--prompts",
-            help="Number of held-out captions of the embedded model, or a text file with one prompt per line.",
-            metavar="N|FILE",
+            help="Number of held-out captions of the embedded model, a text file with one prompt per line, a .jsonl "
+            "file with a prompt field (GenEval), or a folder of .txt files (DPG-Bench).",
+            metavar="N|FILE|FOLDER",
         ),
     ] = "64",
     seeds: Annotated[
@@ -69,8 +70,26 @@ def sweep(
         str | None,
         typer.Option(
             "--detect",
-            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse).",
+            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse and those "
+            "of --measures).",
             metavar="MEASURE=DIFFERENCE,...",
+        ),
+    ] = None,
+    measures: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--measures",
+            help="Further measures and the folders of their weights: clip_score, pick_score, hps_v2, image_reward, "
+            "lpips; repeatable.",
+            metavar="NAME=FOLDER,...",
+        ),
+    ] = None,
+    export_layout: Annotated[
+        str | None,
+        typer.Option(
+            "--export-layout",
+            help="Also write the images in the layout of a benchmark: geneval, dpg-bench or t2i-compbench.",
+            metavar="NAME",
         ),
     ] = None,
     until_decided: Annotated[
@@ -148,6 +167,10 @@ def sweep(
     Ctrl-C keeps finished images; the same command continues. More samplers or steps extend the report. The defaults
     generate 4,096 images, about 35 minutes with the embedded model on two cores.
 
+    --measures clip_score=FOLDER,lpips=FOLDER adds measures by networks, whose weights are safetensors on disk: a CLIP
+    model (clip_score, pick_score, hps_v2), ImageReward, or a backbone for an LPIPS-like distance. With --export-layout,
+    the folder of each cell below DIR is what the benchmark's own evaluation script reads.
+
     With --gate, the cells are generated in every named precision and compared with the first one. Exact prompt match,
     PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
     is 0 if every candidate passes and 3 if one fails. Exact prompt match is only measured for images of the embedded
@@ -166,10 +189,12 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output, axes=tuple(axes or ()), detect=detect,
         until_decided=until_decided, max_images=max_images, max_minutes=max_minutes, previous=previous,
-        plan_only=plan_only,
+        plan_only=plan_only, measures=tuple(measures or ()), export_layout=export_layout,
     )  # fmt: skip
     if not until_decided and max_minutes is not None:
         raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
+    if (search or gate is not None) and (measures or export_layout is not None):
+        raise InvalidRequest("--measures and --export-layout are for sweeps; leave them out with --search and --gate.")
     if search:
         from diffserve.cli.sampler_search import run as run_search
 
