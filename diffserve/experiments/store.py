@@ -251,7 +251,7 @@ def _other(folder: Path, which: str) -> InvalidRequest:
 def _describe(name: str, stored: Any, current: Any) -> str:
     """Describe a different setup field by name, with both values if they are short; digests are abbreviated."""
     title, values = NAMES.get(name, name), [str(value) for value in (stored, current)]
-    if name == "weights":
+    if name.startswith("weights"):
         values = [value[:DIGEST_DIGITS] for value in values]
     is_short = all(isinstance(value, str | int | float) for value in (stored, current))
     return f"{title} ({values[0]}, now {values[1]})" if is_short and max(map(len, values)) <= MAX_SHOWN_CHARS else title

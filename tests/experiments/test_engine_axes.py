@@ -145,7 +145,7 @@ def test_models_have_converged_images_of_their_own_and_are_not_compared_by_dista
 def test_an_engine_that_refuses_the_plan_is_found_before_another_one_generates(
     open_tiny: OpenEngine, tmp_path: Path
 ) -> None:
-    plan = msgspec.structs.replace(PLAN, axes={"model": ("sdxl", ONE_LEVEL), "micro_conditioning": ("0 0 64 64",)})
+    plan = msgspec.structs.replace(PLAN, axes={"model": ("sdxl", ONE_LEVEL), "micro_conditioning": ("crop 0x0",)})
     with pytest.raises(InvalidRequest, match="micro_conditioning"):
         run_plan(open_tiny, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
