@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import RESULTS, head, write
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
+from diffserve.experiments.axes import MODEL
 from diffserve.experiments.gate import GateLimits, PrecisionGate, run_gate
-from diffserve.experiments.plan import SweepPlan
+from diffserve.experiments.plan import EngineKey, SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.runtime import load_model
 from diffserve.runtime.footprint import footprint_of
@@ -79,17 +80,18 @@ def main(
             paths[cut] = str(Path(folder) / cut.replace(":", "-"))
             prune_directory(model, Path(paths[cut]), Shares(heads=heads, channels=channels))
 
-        def open_engine(which: str) -> Engine:
+        def open_engine(key: EngineKey) -> Engine:
+            which = str(dict(key)[MODEL])
             loaded = load_model(paths[which], dtype=dtype, device="cpu", profile=profile, cache=DiskCache(None))
             print(which, file=sys.stderr, flush=True)
             return Engine(loaded)
 
-        document = head("pruning", name, open_engine(WHOLE).info)
+        document = head("pruning", name, open_engine(((MODEL, WHOLE),)).info)
         document["command"] = (
             f"python benchmarks/bench_pruning.py --model {name} --prompts {prompts} --cuts {cuts} --dtype {dtype} "
             f"--steps {steps}"
         )
-        gate = PrecisionGate(WHOLE, tuple(which for which in paths if which != WHOLE))
+        gate = PrecisionGate(WHOLE, tuple(which for which in paths if which != WHOLE), axis=MODEL)
         report = run_gate(gate, plan, GateLimits(), Path(folder) / "gate", open_engine)
         document["models"] = {
             row.precision: {**cost(paths[row.precision], dtype, settings), **msgspec.to_builtins(row)}

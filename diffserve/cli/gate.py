@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-import msgspec
 from rich.console import Console
 
-from diffserve.api.errors import ConfigError, InvalidRequest
-from diffserve.cli.generate import open_engine
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import SettingsOptions
-from diffserve.cli.sweep import SweepOptions, check_prompts, lasting_interrupt, make_progress, plan_of
-from diffserve.disk_cache import DiskCache
+from diffserve.cli.sweep import SweepOptions, axis_text, check_prompts, lasting_interrupt, make_progress, plan_of
+from diffserve.cli.sweep_engines import engine_opener, resolve_precisions
+from diffserve.experiments.axes import ENGINE_AXES
 from diffserve.experiments.gate import (
     JSON,
     RESULTS,
@@ -28,9 +27,6 @@ from diffserve.experiments.gate import (
 from diffserve.experiments.run import SweepProgress
 from diffserve.experiments.store import refuse_folder
 from diffserve.settings.config import Settings
-
-if TYPE_CHECKING:
-    from diffserve.engine import Engine
 
 EXIT_GATE_FAILED = 3
 """Exit code if a candidate exceeds a limit."""
@@ -52,8 +48,13 @@ class GateOptions:
         Raises:
             InvalidRequest: A limit is invalid.
         """
+        return GateLimits(**self.named)
+
+    @property
+    def named(self) -> dict[str, float]:
+        """The limits that are set."""
         values = {"exact_points": self.exact_points, "psnr_db": self.psnr_db, "frechet": self.frechet}
-        return GateLimits(**{name: value for name, value in values.items() if value is not None})
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) -> int:
@@ -70,6 +71,8 @@ def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) 
     """
     if sources.flags["model.dtype"].value is not None:
         raise InvalidRequest("--dtype and --gate both set precisions; give only --gate.", param="dtype")
+    if any(axis_text(pictures, name) for name in ENGINE_AXES):
+        raise InvalidRequest("--gate compares precisions of one model; leave --axis model and precision out.")
     gate, limits = PrecisionGate.parse(options.gate), options.limits
     settings = sources.load()
     plan = plan_of(pictures, settings, gated=True)
@@ -87,11 +90,8 @@ def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) 
                 check()
                 progress.update(bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
 
-            def open_in(precision: str) -> Engine:
-                console.print(f"loading {settings.model.path} in {precision}", markup=False, soft_wrap=True)
-                return open_engine(_in_precision(settings, precision))
-
-            report = run_gate(gate, plan, limits, pictures.output, open_in, show)
+            engines = engine_opener({"": settings}, partial(console.print, markup=False, soft_wrap=True))
+            report = run_gate(gate, plan, limits, pictures.output, engines, show, options.named)
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {pictures.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
@@ -108,21 +108,11 @@ def _resolve(gate: PrecisionGate, settings: Settings) -> PrecisionGate:
         ConfigError: A precision is not supported on this device.
         InvalidRequest: A precision occurs twice.
     """
-    from diffserve.runtime import choose_for
-
-    names, model, cache = [], settings.model, DiskCache.at(settings.engine.cache_dir)
-    for name in gate.names:
-        try:
-            names.append(choose_for(model.path, model.device, name, settings.engine.offload, cache).dtype)
-        except ConfigError as error:
-            raise ConfigError(f"--gate: {error.message}", param="gate") from None
-    if len(set(names)) < len(names):
-        raise InvalidRequest(f"--gate names {', '.join(names)}; name each precision once.", param="gate")
-    return PrecisionGate(names[0], tuple(names[1:]))
-
-
-def _in_precision(settings: Settings, precision: str) -> Settings:
-    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, dtype=precision))
+    names = resolve_precisions({"": settings}, gate.names, "--gate")
+    if len(names) < len(gate.names):
+        message = f"--gate names {', '.join(gate.names)}, which are {', '.join(names)}; name each precision once."
+        raise InvalidRequest(message, param="gate")
+    return PrecisionGate(names[0], names[1:])
 
 
 def _lines(report: GateReport) -> Iterator[str]:

@@ -15,8 +15,10 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.start import import_libraries
 from diffserve.cli.sweep import SweepOptions, check_texts, lasting_interrupt
+from diffserve.disk_cache import DiskCache
 from diffserve.experiments.axes import numbers, whole_numbers
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
+from diffserve.experiments.store import refuse_folder, write_whole
 from diffserve.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -35,11 +37,14 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 def run(options: SweepOptions, sources: SettingsOptions) -> int:
     """Search a table for every number of steps, write DIR/NAME.json for each, and return the exit code.
 
+    With ``plan_only`` it only states the memory, which is computed from the shapes of the weights.
+
     Raises:
         DiffserveError: The user made an error; it is raised before the model is loaded.
     """
     settings = sources.load()
     steps, guidance_scale, prompts = _check(options, settings)
+    refuse_folder(options.output, ())
     files = [options.output / f"{settings.model.model_id}-{num_rows}.json" for num_rows in steps]
     existing = [str(file) for file in files if file.exists()]
     if existing:
@@ -47,9 +52,9 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     check_texts(prompts, settings)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import_libraries()
-    from diffserve.disk_cache import DiskCache
     from diffserve.engine.loading import load_for
-    from diffserve.experiments.search.sampler_search import SamplerSearch, SearchPlan
+    from diffserve.experiments.search.sampler_search import Memory, SamplerSearch, SearchPlan
+    from diffserve.runtime import choose_for, load_model
 
     console = Console(stderr=True, highlight=False)
 
@@ -59,11 +64,17 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     profile = settings.model
     if profile.dtype == "auto":
         profile = msgspec.structs.replace(profile, dtype="float32")
-    model = load_for(profile, settings.engine, DiskCache.at(settings.engine.cache_dir))
+    cache = DiskCache.at(settings.engine.cache_dir)
+    device = choose_for(profile.path, profile.device, profile.dtype, settings.engine.offload, cache).device
+    outline = load_model(profile.path, device="meta", dtype=profile.dtype, profile=profile)
+    memory = Memory.of(outline, SearchPlan.batch, device)
+    for num_rows in steps:
+        say(memory.describe(num_rows))
+    if options.plan_only:
+        return 0
+    model = load_for(profile, settings.engine, cache)
     plan = SearchPlan.split(prompts, guidance_scale, first_seed=options.first_seed + SearchPlan.first_seed)
     search = SamplerSearch(model, plan)
-    for num_rows in steps:
-        say(search.memory.describe(num_rows))
     with lasting_interrupt() as check:
 
         def show(now: SearchProgress) -> None:
@@ -75,7 +86,7 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
             started_s = time.monotonic()
             learned = search.run(num_rows, file.stem, show)
             options.output.mkdir(parents=True, exist_ok=True)
-            file.write_text(learned.to_json(), encoding="utf-8")
+            write_whole(file, learned.to_json().encode())
             after, before = learned.measured["psnr_db"], learned.measured["start_psnr_db"]
             gain = f"{after:.2f} dB on test prompts, DPM++ 2M {before:.2f} dB"
             print(f"{file}  {gain}; {time.monotonic() - started_s:.0f} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
-from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
-from diffserve.experiments.estimates import Measure
+from diffserve.cli.sweep_engines import engine_opener, load_models, resolve_precisions
+from diffserve.experiments.axes import (
+    MODEL,
+    PRECISION,
+    numbers,
+    read_axis,
+    read_values,
+    split_axis,
+    whole_numbers,
+)
+from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
+from diffserve.experiments.export import Export
+from diffserve.experiments.model_measures import read_measures
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
     DEFAULT_SEEDS,
@@ -30,7 +40,7 @@ from diffserve.experiments.plan import (
     read_differences,
 )
 from diffserve.experiments.power import DIFFERENCES
-from diffserve.experiments.prompts import held_out_prompts, read_prompts
+from diffserve.experiments.prompts import BenchmarkPrompt, held_out_prompts, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
@@ -59,6 +69,8 @@ class SweepOptions:
     max_minutes: float | None = None
     previous: Path | None = None
     plan_only: bool = False
+    measures: tuple[str, ...] = ()
+    export_layout: str | None = None
 
 
 def run(options: SweepOptions, sources: SettingsOptions) -> int:
@@ -71,18 +83,24 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
     Raises:
         DiffserveError: The user made an error; it is raised before any image or file is created.
     """
-    settings = sources.load()
-    plan = plan_of(options, settings)
-    refuse_early(plan, options.output)
+    models = load_models(axis_text(options, MODEL), sources)
+    settings = next(iter(models.values()))
+    guidance = {name: each.model.guidance_scale for name, each in models.items()} if len(models) > 1 else {}
+    plan = plan_of(options, settings, model_guidance=guidance)
+    folders, export = read_measures(options.measures), _export_of(options, plan)
+    refuse_early(plan, options.output, folders, export)
+    if PRECISION in plan.axes:
+        if sources.flags["model.dtype"].value is not None:
+            raise InvalidRequest("--dtype and --axis precision both set precisions; leave --dtype out.", param="dtype")
+        resolve_precisions(models, plan.axes[PRECISION], "--axis precision")
     power = state_power(plan, options.previous)
     if options.plan_only:
         print("\n".join([_describe_plan(plan), *power]))
         return 0
     check_prompts(plan, settings)
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {settings.model.path}"):
-        engine = open_engine(settings)
-    console.print("\n".join([_describe_plan(plan), *power]), markup=False, soft_wrap=True)
+    note = partial(console.print, markup=False, soft_wrap=True)
+    note("\n".join([_describe_plan(plan), *power]))
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
             show = _ProgressBar(progress, plan)
@@ -91,15 +109,40 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
                 check()
                 show(now)
 
-            note = partial(console.print, markup=False, soft_wrap=True)
-            report = run_plan(engine, plan, options.output, report_progress, options.max_minutes, note)
+            engines = engine_opener(models, note)
+            report = run_plan(
+                engines,
+                plan,
+                options.output,
+                report_progress,
+                options.max_minutes,
+                note,
+                folders=folders,
+                export=export,
+            )
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {options.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
         print(line)
+    if export is not None:
+        print(options.output / export.layout)
     return 0
+
+
+def _export_of(options: SweepOptions, plan: SweepPlan) -> Export | None:
+    """Return the export of ``--export-layout``, with the prompts of ``plan`` as their file has them."""
+    if options.export_layout is None:
+        return None
+    path = Path(options.prompts.strip())
+    texts = [BenchmarkPrompt(text) for text in plan.prompts]
+    return Export(options.export_layout, texts if _is_count(options) else read_benchmark_prompts(path))
+
+
+def _is_count(options: SweepOptions) -> bool:
+    """Return whether ``--prompts`` is a number of captions."""
+    return options.prompts.strip().removeprefix("-").isdecimal()
 
 
 def _describe_plan(plan: SweepPlan) -> str:
@@ -151,23 +194,26 @@ def lasting_interrupt() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -> SweepPlan:
+def plan_of(
+    options: SweepOptions, settings: Settings, *, gated: bool = False, model_guidance: Mapping[str, float] | None = None
+) -> SweepPlan:
     """Return the plan of a sweep, or of a gate.
 
     Args:
         options: Arguments of the sweep.
         settings: Settings with the defaults of the model.
         gated: Whether the plan is for a gate: no reference images, and by default one cell with one seed.
+        model_guidance: Default guidance scale of each model of the axis, used without an axis of guidance scales.
 
     Raises:
         InvalidRequest: An argument is invalid.
     """
-    prompts = options.prompts.strip()
-    is_count = prompts.removeprefix("-").isdecimal()
+    prompts, is_count = options.prompts.strip(), _is_count(options)
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
     axes = _read_axes(options)
+    has_guidance = "guidance" in axes
     profile = settings.model
     samplers: tuple[str, ...] = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
@@ -183,6 +229,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
         steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
         guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
         axes={name: read_values(name, text) for name, text in axes.items()},
+        model_guidance={} if has_guidance else dict(model_guidance or {}),
         prompts=texts,
         num_seeds=looks[-1] if looks else seeds,
         first_seed=options.first_seed,
@@ -198,6 +245,11 @@ def _learned_steps(samplers: Iterable[str], settings: Settings) -> dict[str, int
     from diffserve.runtime.loading.family import learned_samplers_of
 
     return learned_samplers_of(settings.model.path, settings.model.sampler_dir).steps_of(samplers)
+
+
+def axis_text(options: SweepOptions, name: str) -> str | None:
+    """Return the text of an axis, ``None`` if it is not given."""
+    return _read_axes(options).get(name)
 
 
 def _read_axes(options: SweepOptions) -> dict[str, str]:
@@ -262,7 +314,7 @@ class _ProgressBar:
 
 def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
-    candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
+    candidates = (Measure.EXACT, *PROMPT_MEASURES, Measure.LPIPS, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
     heads = ["cell", "evaluations", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]

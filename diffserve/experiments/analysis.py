@@ -7,14 +7,14 @@ paired, which makes their intervals narrower.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Estimate, Measure
+from diffserve.experiments.estimates import PROMPT_MEASURES, SET_MEASURES, CheckerError, Estimate, Measure
 from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
@@ -76,6 +76,7 @@ class Analysis:
         seed_spread: Latent RMSE between converged images of one prompt and two seeds, by target.
         places: Places to include if they are recorded, by default all of the plan.
         checker: The checker's own error; ``None`` if prompts cannot be checked.
+        undrawn: Cells whose images are not compared with rendered scenes, because their model generates other ones.
         least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
@@ -89,6 +90,7 @@ class Analysis:
         *,
         places: Sequence[Place] | None = None,
         checker: CheckerError | None = None,
+        undrawn: Collection[Cell] = (),
         least_groups: int = 1,
     ) -> None:
         places = plan.places if places is None else places
@@ -100,6 +102,7 @@ class Analysis:
             for cell, cell_records in records.items()
         }
         self._drawn = drawn
+        self._undrawn = undrawn
         self._set_values = dict(set_values or {})
         self._least_groups = least_groups
         self._common = self.shared_places(self._records)
@@ -132,8 +135,11 @@ class Analysis:
     def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
         records = self.records(cell) if places is None else [self._records[cell][place] for place in places]
+        optional_values: Sequence[float | None]
         if measure is Measure.EXACT:
             optional_values = [record.parts.exact if record.parts else None for record in records]
+        elif measure in PROMPT_MEASURES:
+            optional_values = [record.scores.get(measure.value) for record in records]
         else:
             optional_values = [
                 getattr(record.distance, measure.value) if record.distance else None for record in records
@@ -229,9 +235,10 @@ class Analysis:
         KID to converged images is used only if no scenes can be rendered: KID assumes independent sets, and these share
         their seeds.
         """
+        drawn = None if cell in self._undrawn else self._drawn
         if measure in (Measure.FRECHET, Measure.KID):
-            return self._drawn
-        if measure is Measure.KID_CONVERGED and self._drawn is not None:
+            return drawn
+        if measure is Measure.KID_CONVERGED and drawn is not None:
             return None
         converged = self.plan.reference_of(cell)
         return None if converged is None else self.picture_set(converged)

@@ -1,4 +1,4 @@
-"""Axes of a sweep: lists of values in A1111's syntax, and request fields that differ between cells.
+"""Axes of a sweep: lists of values in A1111's syntax, and request fields, models and precisions of the cells.
 
 A value is a number, a word, or for numbers a range as in A1111's X/Y/Z plot: ``10-50 (+10)`` counts in steps of 10,
 ``1-3 [5]`` takes 5 numbers with equal distances, and ``1-5`` counts in steps of 1.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from diffserve.api.errors import InvalidRequest
@@ -16,10 +17,19 @@ from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.sizes import parse_size
 from diffserve.api.types import DiffusionParams
 from diffserve.models.loras import Lora
+from diffserve.settings.config import DTYPE_ALIASES, DTYPES, replace_removed_dtype
+from diffserve.settings.layers import split_name
 
 Value = int | float | str
 Settings = tuple[tuple[str, Value], ...]
-"""Names and values of the request fields of a cell, apart from sampler, steps and guidance scale."""
+"""Names and values of a cell's engine and request fields, apart from sampler, steps and guidance scale."""
+
+MODEL: Final = "model"
+PRECISION: Final = "precision"
+ENGINE_AXES: Final = (MODEL, PRECISION)
+"""Axes whose values need an engine of their own, in contrast to request fields."""
+
+PRECISIONS: Final = tuple(name for name in DTYPES if name != "auto")
 
 MAX_AXIS_VALUES = 100
 """Maximum number of distinct values of an axis."""
@@ -49,11 +59,11 @@ NOT_AXES: Final = {
 
 TARGETS: Final = frozenset({
     "size", "variation_seed", "variation_strength", "clip_skip", "guidance_rescale", "micro_conditioning", "switch_at",
-    "noise_source",
+    "noise_source", MODEL,
 })  # fmt: skip
 """Fields that change the image that more steps converge to; each of their values has converged images of its own.
 
-The others (spacing, sigma schedule, eta, guidance interval, cache interval) approximate the same image.
+The others (spacing, sigma schedule, eta, guidance interval, cache interval, precision) approximate the same image.
 """
 
 RANGE: Final = re.compile(r"(-?[\d.]+)\s*-\s*(-?[\d.]+)\s*(?:\(\s*([+-]?[\d.]+)\s*\)|\[\s*(\d+)\s*\])?")
@@ -79,6 +89,7 @@ def request_fields(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     diffusion: dict[str, Any] = {}
     request: dict[str, Any] = {}
+    settings = tuple((name, value) for name, value in settings if name not in ENGINE_AXES)
     loras = tuple(Lora(name.removeprefix(LORA), float(value)) for name, value in settings if name.startswith(LORA))
     for name, value in settings:
         if name == "size":
@@ -118,28 +129,50 @@ def read_axis(text: str) -> tuple[str, str]:
 
 
 def check_axis_name(name: str) -> None:
-    """Check that a request field can be an axis.
+    """Check that ``name`` can be an axis.
 
     Raises:
         InvalidRequest: It is unknown or cannot be an axis.
     """
     if name in NOT_AXES:
         raise InvalidRequest(f"{name} cannot be an axis: {NOT_AXES[name]}.", param="axis")
-    if name not in REQUEST_FIELDS and name not in MAIN_AXES and not name.startswith(LORA):
-        axes = ", ".join([*(field for field in REQUEST_FIELDS if field not in NOT_AXES), "lora:NAME"])
+    if name not in (*REQUEST_FIELDS, *MAIN_AXES, *ENGINE_AXES) and not name.startswith(LORA):
+        axes = ", ".join([*(field for field in REQUEST_FIELDS if field not in NOT_AXES), "lora:NAME", *ENGINE_AXES])
         raise InvalidRequest(f"{quote(name)} is not an axis; the axes are {axes}.", param="axis")
 
 
 def read_values(name: str, text: str) -> tuple[Value, ...]:
-    """Parse the values of a request field.
+    """Parse the values of an axis; those of ``model`` are its names.
 
     Raises:
         InvalidRequest: A value is not of the field's type.
     """
+    if name == MODEL:
+        return tuple(read_models(text))
+    if name == PRECISION:
+        return tuple(DTYPE_ALIASES.get(part, replace_removed_dtype(part, name)) for part in split_axis(text, name))
     kind = float if name.startswith(LORA) else REQUEST_FIELDS[name].type
     if kind is int:
         return whole_numbers(text, name)
     return numbers(text, name) if kind is float else split_axis(text, name)
+
+
+def read_models(text: str) -> dict[str, str]:
+    """Parse the axis ``model`` into paths by name: each value is NAME=PATH, or a path with its last part as the name.
+
+    Raises:
+        InvalidRequest: A value is empty, or two models have the same name.
+    """
+    paths: dict[str, str] = {}
+    for part in split_axis(text, MODEL):
+        name, path = split_name(part)
+        place = Path(path).expanduser().absolute()
+        name = name or (place.stem if place.suffix == ".safetensors" else place.name)
+        if name in paths:
+            message = f"two models of the axis are called {quote(name)}; give one another name: NAME=PATH."
+            raise InvalidRequest(message, param=MODEL)
+        paths[name] = path
+    return paths
 
 
 def check_axes(axes: Mapping[str, tuple[Value, ...]]) -> None:
@@ -157,6 +190,11 @@ def check_axes(axes: Mapping[str, tuple[Value, ...]]) -> None:
         if len(set(values)) > MAX_AXIS_VALUES:
             raise InvalidRequest(
                 f"{name} has {len(set(values))} values; at most {MAX_AXIS_VALUES} are allowed.", param=name
+            )
+        unknown = next((str(value) for value in values if name == PRECISION and value not in PRECISIONS), None)
+        if unknown is not None:
+            raise InvalidRequest(
+                f"precision has {quote(unknown)}; choose from {', '.join(PRECISIONS)}.", param=PRECISION
             )
         for value in values:
             DiffusionParams(**request_fields(((name, value),))[0])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from diffserve.experiments.axes import write_settings
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import PROMPT_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, CellLine
 from diffserve.experiments.summary import CellSummary
 
@@ -117,7 +117,7 @@ def common_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
 
 def time_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
     """Return at most two quality measures to plot against time, preferring those of the images themselves."""
-    candidates = (Measure.EXACT, Measure.FRECHET, Measure.PSNR_DB, Measure.FRECHET_CONVERGED)
+    candidates = (Measure.EXACT, *PROMPT_MEASURES, Measure.FRECHET, Measure.PSNR_DB, Measure.FRECHET_CONVERGED)
     return tuple(measure for measure in candidates if measure in common_measures(summaries))[:2]
 
 

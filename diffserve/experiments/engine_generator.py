@@ -7,7 +7,7 @@ cell is generated alone afterwards. ``TIMED_ROUNDS`` rounds over all cells sprea
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFinished
@@ -104,18 +104,20 @@ def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bo
     )
 
 
-def time_alone(engine: Engine, plan: SweepPlan, on_timed: Callable[[Cell], None]) -> dict[Cell, SoloTime]:
-    """Generate the first image of every cell alone, in ``TIMED_ROUNDS`` rounds over all cells, and return its times.
+def time_alone(
+    engine: Engine, plan: SweepPlan, cells: Sequence[Cell], on_timed: Callable[[Cell], None]
+) -> dict[Cell, SoloTime]:
+    """Generate the first image of each of ``cells`` alone, in ``TIMED_ROUNDS`` rounds over them, and return its times.
 
     A warm-up image fills caches and is not timed. ``on_timed`` is called after each timed image.
     """
     place = plan.places[0]
-    engine.generate(request_for(plan, min(plan.all_cells, key=lambda cell: cell.rows), place))
+    engine.generate(request_for(plan, min(cells, key=lambda cell: cell.rows), place))
     step_ms, image_s = defaultdict[Cell, list[float]](list), defaultdict[Cell, list[float]](list)
     for _ in range(TIMED_ROUNDS):
-        for cell in plan.all_cells:
+        for cell in cells:
             timings = engine.generate(request_for(plan, cell, place))[0].timings
             step_ms[cell].append(1000 * timings.step_s)
             image_s[cell].append(timings.denoise_s + timings.decode_s)
             on_timed(cell)
-    return {cell: SoloTime(tuple(step_ms[cell]), tuple(image_s[cell])) for cell in plan.all_cells}
+    return {cell: SoloTime(tuple(step_ms[cell]), tuple(image_s[cell])) for cell in cells}

@@ -10,10 +10,16 @@ import msgspec
 class Measure(Enum):
     """A measure of a cell; the value is its name in files.
 
-    The first four are means over images, the others are distances between sets of images.
+    ``SET_MEASURES`` are distances between sets of images, all others are means over images. ``MODEL_MEASURES`` need
+    networks whose weights the user names; a new one is a member here and a loader in ``model_measures``.
     """
 
     EXACT = "exact"
+    CLIP_SCORE = "clip_score"
+    PICK_SCORE = "pick_score"
+    HPS_V2 = "hps_v2"
+    IMAGE_REWARD = "image_reward"
+    LPIPS = "lpips"
     LATENT_RMSE = "latent_rmse"
     PSNR_DB = "psnr_db"
     SSIM = "ssim"
@@ -25,7 +31,7 @@ class Measure(Enum):
     @property
     def more_is_better(self) -> bool:
         """Whether a larger value is better."""
-        return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM)
+        return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM, *PROMPT_MEASURES)
 
     @property
     def direction(self) -> str:
@@ -46,7 +52,9 @@ class Measure(Enum):
         """Format ``value`` with its unit."""
         if self is Measure.EXACT:
             return f"{100 * value:.1f} %"
-        return f"{value:.1f} dB" if self is Measure.PSNR_DB else f"{value:.3g}"
+        if self is Measure.PSNR_DB:
+            return f"{value:.1f} dB"
+        return f"{value:.4g}" if self in PROMPT_MEASURES else f"{value:.3g}"
 
     def write_range(self, low: float, high: float) -> str:
         """Format two values with a single unit: "81.2 to 93.8 %"."""
@@ -58,10 +66,21 @@ class Measure(Enum):
         return f"{100 * abs(value):.1f} points" if self is Measure.EXACT else self.write(abs(value))
 
 
+PROMPT_MEASURES = (Measure.CLIP_SCORE, Measure.PICK_SCORE, Measure.HPS_V2, Measure.IMAGE_REWARD)
+"""Scores of an image and its prompt by a network."""
+
+MODEL_MEASURES = (*PROMPT_MEASURES, Measure.LPIPS)
+"""Measures by networks whose weights the user names."""
+
 SET_MEASURES = (Measure.FRECHET, Measure.KID, Measure.FRECHET_CONVERGED, Measure.KID_CONVERGED)
 
 TITLES = {
     Measure.EXACT: "exact prompt match",
+    Measure.CLIP_SCORE: "CLIPScore",
+    Measure.PICK_SCORE: "PickScore",
+    Measure.HPS_V2: "HPSv2",
+    Measure.IMAGE_REWARD: "ImageReward",
+    Measure.LPIPS: "LPIPS-like distance to the converged image",
     Measure.LATENT_RMSE: "latent RMSE to the converged image",
     Measure.PSNR_DB: "PSNR to the converged image",
     Measure.SSIM: "SSIM to the converged image",

@@ -69,7 +69,7 @@ def _findings_of(analysis: Analysis, variant: Sequence[Cell], where: str) -> Ite
     for cell in variant:
         cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
     ddim, ddpm, dpm = (cells.get(name, {}) for name in ("ddim", "ddpm", "dpmpp_2m"))
-    judge = _Judge(analysis)
+    judge = _Judge(analysis, variant[0])
     has_seeds = analysis.num_seeds(analysis.plan.cells) >= LEAST_SEEDS
     findings = [
         _ahead_at_few_steps(judge, ddim, ddpm),
@@ -90,9 +90,9 @@ class _Judge:
     Distances to the converged image are not used because they favor the sampler that generated it.
     """
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, cell: Cell) -> None:
         self.analysis = analysis
-        has_drawn = analysis.estimate(analysis.plan.cells[0], Measure.FRECHET) is not None
+        has_drawn = analysis.estimate(cell, Measure.FRECHET) is not None
         self.measures = (Measure.EXACT, Measure.FRECHET if has_drawn else Measure.FRECHET_CONVERGED)
 
     def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Judged]]:

@@ -1,38 +1,34 @@
 """Precision gate: compares candidate precisions with a reference and reports pass or fail.
 
 As in MLPerf Inference, all precisions use the same prompts, seeds and starting latents, and measures must stay within
-limits. A gate is a plan that is run once per precision, and a verdict on the records.
+limits. A gate is a sweep over precisions with a verdict on its records.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
-from diffserve.experiments.axes import quote, split_axis
+from diffserve.experiments.axes import PRECISION, quote, split_axis
+from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan
 from diffserve.experiments.estimates import CheckerError, Estimate, Measure
 from diffserve.experiments.findings import interval
 from diffserve.experiments.intervals import bootstrap_interval
-from diffserve.experiments.plan import Cell, SweepPlan
-from diffserve.experiments.records import ImageRecord, features_of
+from diffserve.experiments.plan import Cell, EngineKey, SweepPlan
+from diffserve.experiments.records import features_of
 from diffserve.experiments.report import measure_checker
-from diffserve.experiments.run import OnProgress, ProgressCounter, check_plan, generate_missing, setup_of
-from diffserve.experiments.store import PARTS, Store, refuse_folder, write_whole
+from diffserve.experiments.run import OnProgress, ProgressCounter, generate_missing, open_store
+from diffserve.experiments.store import Store, refuse_folder, write_whole
 from diffserve.settings.config import DTYPE_ALIASES, replace_removed_dtype
-
-if TYPE_CHECKING:
-    from diffserve.engine import Engine
 
 JSON, SUMMARY, PICTURES = "gate.json", "gate.md", "gate.png"
 RESULTS = (JSON, SUMMARY, PICTURES)
@@ -66,10 +62,11 @@ class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PrecisionGate:
-    """Canonical names of the reference precision and of distinct candidates."""
+    """Canonical names of the reference precision and of distinct candidates, or of values of another engine axis."""
 
     reference: str
     candidates: tuple[str, ...]
+    axis: str = PRECISION
 
     @classmethod
     def parse(cls, text: str) -> PrecisionGate:
@@ -154,106 +151,83 @@ def broken(row: GateRow, limits: GateLimits) -> Iterator[str]:
         yield f"the Frechet distance is {row.frechet:.3g}, at most {limits.frechet:g} is allowed"
 
 
-@dataclass(frozen=True)
-class _PrecisionResult:
-    """Results of one precision, with its records by cell in the order of the places."""
-
-    precision: str
-    model: Mapping[str, Any]
-    unet_bytes: int
-    why_not: str | None
-    checker: CheckerError | None
-    store: Store
-    records: Mapping[Cell, Sequence[ImageRecord]]
-
-
 def run_gate(
     gate: PrecisionGate,
     plan: SweepPlan,
     limits: GateLimits,
     folder: Path,
-    open_engine: Callable[[str], Engine],
+    open_engine: OpenEngine,
     on_progress: OnProgress | None = None,
+    named: Collection[str] = (),
 ) -> GateReport:
     """Generate the cells of ``plan`` in every precision, evaluate the candidates, and write the files of the gate.
 
-    Engines are opened one at a time, the reference first, so only one model is in memory. Results are stored under
-    ``parts/<precision>``, and an interrupted gate resumes there.
+    A gate is a sweep without converged images whose axis is the precision. An interrupted gate resumes in its folder.
 
     Args:
         gate: Reference and candidate precisions.
-        plan: Cells, prompts and seeds.
+        plan: Cells, prompts and seeds, without the axis.
         limits: Limits for the candidates.
         folder: Output folder.
         open_engine: Opens the model in a precision.
-        on_progress: Called with the progress of each precision.
+        on_progress: Called with the progress.
+        named: Names of the limits that must be checked; the others are skipped if they cannot be measured.
 
     Raises:
-        InvalidRequest: The folder cannot be used, or an engine rejects the plan.
+        InvalidRequest: The folder cannot be used, an engine rejects the plan, or a named limit cannot be measured.
     """
     refuse_folder(folder, RESULTS)
+    plan = msgspec.structs.replace(plan, axes={**plan.axes, gate.axis: gate.names}, reference_steps=None)
+    engines = Engines(open_engine)
     initial_machine = provenance.machine()
-    results: dict[str, _PrecisionResult] = {}
-    for name in gate.names:
-        reference = results.get(gate.reference)
-        results[name] = _run_precision(name, plan, folder, open_engine, reference, on_progress)
-        gc.collect()  # engine and model form reference cycles; free their memory for the next ones
-    rows = tuple(
-        judge(results[name], cell, results[gate.reference], limits) for name in gate.names for cell in plan.cells
-    )
-    report = GateReport(gate, limits, rows, folder)
-    _write(report, plan, results, initial_machine)
+    facts = check_plan(engines, plan)
+    first = plan.engines[0]
+    _refuse_unmeasured(named, plan, facts[first].check.why_not)
+    with open_store(plan, facts, folder, results=RESULTS, image_cells=plan.cells_of(first)) as store:
+        checker = measure_checker(engines.get(first), facts[first].check)
+        generate_missing(engines, plan, store, facts, store.missing(plan), ProgressCounter(on_progress, 0))
+        cells = [cell for key in plan.engines for cell in plan.cells_of(key)]
+        rows = tuple(judge(gate, plan, store, cell, facts[plan.engine_of(cell)].unet_bytes, limits) for cell in cells)
+        report = GateReport(gate, limits, rows, folder)
+        _write(report, plan, store, facts, checker, initial_machine)
     return report
 
 
-def _run_precision(
-    name: str,
-    plan: SweepPlan,
-    folder: Path,
-    open_engine: Callable[[str], Engine],
-    reference: _PrecisionResult | None,
-    on_progress: OnProgress | None,
-) -> _PrecisionResult:
-    engine = open_engine(name)
-    check = check_plan(engine, plan)
-    setup = setup_of(engine, plan, check)
-    with Store(folder / PARTS / name, setup, results=(), keeps_images=reference is None) as store:
-        images = store.missing(plan)
-        counter = ProgressCounter(on_progress, sum(image.cell.rows for image in images))
-        reference_store = None if reference is None else reference.store
-        generate_missing(engine, plan, store, check, images, partial(counter.add, name), reference_store)
-        return _PrecisionResult(
-            precision=name,
-            model=provenance.model(engine.info, is_deterministic=engine.is_deterministic),
-            unet_bytes=next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
-            why_not=check.why_not,
-            checker=measure_checker(engine, check) if reference is None else None,
-            store=store,
-            records={cell: [store.records(cell)[place] for place in plan.places] for cell in plan.cells},
-        )
+def _refuse_unmeasured(named: Collection[str], plan: SweepPlan, why_not: str | None) -> None:
+    """Raise InvalidRequest if a limit that was named cannot be measured."""
+    if "exact_points" in named and why_not is not None:
+        message = f"--gate-exact: exact prompt match cannot be measured: {why_not} Leave --gate-exact out."
+        raise InvalidRequest(message, param="gate_exact")
+    if "frechet" in named and len(plan.places) < 2:
+        message = "--gate-frechet needs at least 2 images of each precision; give more --prompts or --seeds."
+        raise InvalidRequest(message, param="gate_frechet")
 
 
-def judge(result: _PrecisionResult, cell: Cell, reference: _PrecisionResult, limits: GateLimits) -> GateRow:
-    """Compute the measures of a precision in a cell and the limits that it violates; the reference has no limits."""
+def judge(
+    gate: PrecisionGate, plan: SweepPlan, store: Store, cell: Cell, unet_bytes: int, limits: GateLimits
+) -> GateRow:
+    """Compute the measures of a cell and the limits that it violates; the reference has no limits."""
     from diffserve.experiments.metrics.set_distance import frechet_distance
 
-    records, reference_records = list(result.records[cell]), list(reference.records[cell])
-    groups = [record.prompt_index for record in records] if len({r.prompt_index for r in records}) > 1 else None
+    records = [store.records(cell)[place] for place in plan.places]
+    groups = [record.prompt_index for record in records] if len(plan.prompts) > 1 else None
 
     def mean(values: Sequence[float]) -> Estimate:
         return Estimate(statistics.fmean(values), *bootstrap_interval(values, groups))
 
     exact = [record.parts.exact for record in records if record.parts]
     row = GateRow(
-        precision=result.precision,
-        cell=cell,
+        precision=str(dict(cell.settings)[gate.axis]),
+        cell=msgspec.structs.replace(cell, settings=tuple(each for each in cell.settings if each[0] != gate.axis)),
         num_images=len(records),
-        unet_bytes=result.unet_bytes,
+        unet_bytes=unet_bytes,
         engine_s=statistics.fmean(record.engine_s for record in records),
         exact=statistics.fmean(exact) if len(exact) == len(records) else None,
     )
-    if result is reference:
+    reference = plan.reference_of(cell)
+    if reference is None:
         return row
+    reference_records = [store.records(reference)[place] for place in plan.places]
     psnr = [record.distance.psnr_db for record in records if record.distance and record.distance.psnr_db is not None]
     ssim = [record.distance.ssim for record in records if record.distance and record.distance.ssim is not None]
     pairs = [(a.parts, b.parts) for a, b in zip(records, reference_records, strict=True) if a.parts and b.parts]
@@ -270,16 +244,20 @@ def judge(result: _PrecisionResult, cell: Cell, reference: _PrecisionResult, lim
 
 
 def _write(
-    report: GateReport, plan: SweepPlan, results: Mapping[str, _PrecisionResult], initial_machine: Mapping[str, Any]
+    report: GateReport,
+    plan: SweepPlan,
+    store: Store,
+    facts: Mapping[EngineKey, EngineFacts],
+    checker: CheckerError | None,
+    initial_machine: Mapping[str, Any],
 ) -> None:
     """Write gate.json, gate.md to commit with a project, and gate.png with sample images of each precision."""
-    why_not = next((result.why_not for result in results.values() if result.why_not), None)
-    checker = results[report.gate.reference].checker
+    why_not = next((fact.check.why_not for fact in facts.values() if fact.check.why_not), None)
     document = {
         "date": provenance.now(),
         "versions": provenance.versions(),
         "machine": initial_machine,
-        "models": {name: result.model for name, result in results.items()},
+        "models": {name: fact.model for name, fact in zip(report.gate.names, facts.values(), strict=True)},
         "plan": plan,
         "limits": report.limits,
         "reference": report.gate.reference,
@@ -291,10 +269,8 @@ def _write(
             *([f"Exact prompt match: {checker}, on {checker.count} images of known content."] if checker else []),
         ],
     }
-    thumbnails = [
-        [record.thumbnail for record in result.records[plan.cells[0]] if record.thumbnail]
-        for result in results.values()
-    ]
+    records = [store.records(plan.cells_of(key)[0]) for key in plan.engines]
+    thumbnails = [[png for place in plan.places if (png := each[place].thumbnail)] for each in records]
     write_whole(report.folder / PICTURES, _contact_sheet(thumbnails))
     write_whole(report.folder / SUMMARY, _markdown(report, document).encode())
     write_whole(report.folder / JSON, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")

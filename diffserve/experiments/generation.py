@@ -63,7 +63,6 @@ async def generate_measured(
     images: Iterable[PlannedImage],
     on_event: Callable[[GenerationEvent], None],
     *,
-    reference_store: RecordStore | None = None,
     call: Callable[..., Awaitable[Any]] = call_here,
 ) -> None:
     """Generate ``images``, measure them, and add the records to ``store``.
@@ -77,16 +76,12 @@ async def generate_measured(
         store: Receives images and records.
         images: The images to generate.
         on_event: Called with every event of the generator; for finished images after they were measured.
-        reference_store: Holds an image of the same cell and place to compare each image with. By default images are
-            compared with the converged images of the plan in ``store``.
         call: Runs the measuring, for example in a thread.
     """
 
     def load_reference(cell: Cell, place: Place) -> StoredImage | None:
-        if reference_store is not None:
-            return reference_store.load(cell, place)
-        converged_cell = plan.reference_of(cell)
-        return None if converged_cell is None else store.load(converged_cell, place)
+        reference_cell = plan.reference_of(cell)
+        return None if reference_cell is None else store.load(reference_cell, place)
 
     def measure(finished: FinishedImage) -> Iterator[tuple[Cell, ImageRecord]]:
         """Yield the record of an image, and updated records if it is the reference of earlier images."""

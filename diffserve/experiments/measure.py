@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,13 @@ class PromptCheck:
     """Exact prompt checker for the scenes of the embedded model.
 
     Attributes:
+        prompts: Prompt texts.
         wishes: Parsed scene of each prompt, ``None`` if the prompts cannot be checked.
         why_not: Reason why prompts cannot be checked, otherwise ``None``.
     """
 
     def __init__(self, family: str, prompts: Sequence[str]) -> None:
+        self.prompts = tuple(prompts)
         self.wishes = None
         self.why_not: str | None = None
         if family != CHECKED_FAMILY:
@@ -92,12 +95,36 @@ class PromptCheck:
         return CheckerError(len(missed), sum(missed) / len(missed), sum(wrong) / len(wrong) if wrong else None)
 
 
-class ImageMeasures:
-    """Converts images into records, with all measures if ``network`` is set and otherwise those without torch."""
+class ModelMeasures(NamedTuple):
+    """Measures by networks whose weights the user names; see :mod:`diffserve.experiments.model_measures`.
 
-    def __init__(self, check: PromptCheck, network: FeatureNetwork | None = None) -> None:
+    Attributes:
+        scores: Score of a prompt and an image (H, W, 3) uint8, by name of the :class:`Measure`.
+        lpips: LPIPS-like distance of two images of the same shape.
+    """
+
+    scores: Mapping[str, Callable[[str, NDArray[np.uint8]], float]] = MappingProxyType({})
+    lpips: Callable[[NDArray[np.uint8], NDArray[np.uint8]], float] | None = None
+
+
+NO_MODELS = ModelMeasures()
+
+
+class ImageMeasures:
+    """Converts images into records, with all measures if ``network`` is set and otherwise those without torch.
+
+    Args:
+        check: Checks images against their prompts.
+        network: Computes features of images.
+        models: Further measures.
+    """
+
+    def __init__(
+        self, check: PromptCheck, network: FeatureNetwork | None = None, models: ModelMeasures = NO_MODELS
+    ) -> None:
         self._check = check
         self._network = network
+        self._models = models
 
     def measure(self, finished: FinishedImage, converged: StoredImage | None) -> ImageRecord:
         """Measure one image; ``converged`` is the reference of its seed, ``None`` for the reference itself."""
@@ -115,6 +142,10 @@ class ImageMeasures:
             parts=self._check.parts(image.prompt_index, pixels),
             distance=distance,
             thumbnail=thumbnail(pixels, THUMBNAIL_PX) if is_shown else None,
+            scores={
+                name: score(self._check.prompts[image.prompt_index], pixels)
+                for name, score in self._models.scores.items()
+            },
         )
 
     def distance(self, image: StoredImage, converged: StoredImage) -> Distance | None:
@@ -124,10 +155,12 @@ class ImageMeasures:
         rmse = None
         if image.latents is not None and converged.latents is not None:
             rmse = latent_rmse(image.latents, converged.latents)
+        lpips = self._models.lpips
         return Distance(
             latent_rmse=rmse,
             psnr_db=psnr_db(image.pixels, converged.pixels),
             ssim=None if self._network is None else ssim(image.pixels, converged.pixels),
+            lpips=None if lpips is None else lpips(image.pixels, converged.pixels),
         )
 
 

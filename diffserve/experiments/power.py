@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from diffserve.experiments.estimates import Measure
+from diffserve.experiments.estimates import MODEL_MEASURES, Measure
 from diffserve.experiments.intervals import LEVEL, Floats
 
 POWER: Final = 0.8
@@ -28,6 +28,9 @@ ASSUMED_DEVIATIONS: Final = {
 }
 """Standard deviation of a prompt's mean difference if there are no data yet: that of ddim and ddpm with 4 and 10 steps
 on 8 prompts with 3 seeds of the embedded model, rounded up."""
+
+DETECTABLE: Final = (*ASSUMED_DEVIATIONS, *MODEL_MEASURES)
+"""Measures whose differences of interest can be stated."""
 
 DIFFERENCES: Final = {Measure.EXACT.value: 0.05, Measure.PSNR_DB.value: 1.0}
 """Differences that a sweep should detect by default, by name of the measure."""
@@ -68,7 +71,8 @@ def describe_power(
     """Yield one sentence per measure and deviation: what can be detected, and the images needed to detect more.
 
     Args:
-        comparisons: Name, measure and known deviation of each comparison; ``None``: the assumed deviation.
+        comparisons: Name, measure and known deviation of each comparison; ``None``: the assumed deviation. Measures by
+            networks of the user have none, and their sentence says how to measure it.
         num_prompts: Prompts of the plan.
         num_seeds: Seeds per prompt.
         differences: Differences of interest by name of the measure.
@@ -77,13 +81,16 @@ def describe_power(
     for name, measure, deviation in comparisons:
         names.setdefault((measure, deviation), []).append(name)
     for (measure, measured), group in names.items():
-        deviation = ASSUMED_DEVIATIONS[measure] if measured is None else measured
+        subject = group[0] if len(group) == 1 else f"each of {len(group)} comparisons"
+        deviation = ASSUMED_DEVIATIONS.get(measure) if measured is None else measured
+        if deviation is None:
+            yield f"{subject}: the spread of {measure.short_title} is unknown; --previous DIR takes it from a report"
+            continue
         num_units = num_prompts if num_prompts > 1 else num_seeds
         detectable, difference = detectable_difference(deviation, num_units), differences[measure.value]
         needed = needed_units(deviation, difference)
         unit = "prompts" if num_prompts > 1 else "seeds"
         images = needed * num_seeds if num_prompts > 1 else needed
-        subject = group[0] if len(group) == 1 else f"each of {len(group)} comparisons"
         finds = "no difference" if math.isinf(detectable) else f"a difference of {measure.write_difference(detectable)}"
         yield (
             f"{subject}: {num_units} {unit} detect {finds} in {measure.short_title} (80 % power, 5 % level, standard "

@@ -6,10 +6,12 @@ what a prompt says, at varying positions. They are the reference set for distanc
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,23 +47,79 @@ def held_out_prompts(count: int) -> tuple[str, ...]:
     return tuple(words for _, words in held_out(count))
 
 
-def read_prompts(file: Path) -> tuple[str, ...]:
-    """Read prompts from a text file with one prompt per line; empty lines are skipped.
+class BenchmarkPrompt(NamedTuple):
+    """A prompt of a file or folder.
+
+    Attributes:
+        text: The prompt.
+        name: Name of its file without suffix, "" for a line of a file.
+        metadata: The JSON object that the prompt is part of, ``None`` if there is none.
+    """
+
+    text: str
+    name: str = ""
+    metadata: dict[str, Any] | None = None
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Read the texts of :func:`read_benchmark_prompts`.
 
     Raises:
         InvalidRequest: The file cannot be read or contains no prompts.
     """
+    return tuple(prompt.text for prompt in read_benchmark_prompts(path))
+
+
+def read_benchmark_prompts(path: Path) -> tuple[BenchmarkPrompt, ...]:
+    """Read prompts from a file or folder; empty lines are skipped.
+
+    ``path`` is a text file with one prompt per line, a ``.jsonl`` file of objects with a ``prompt`` (GenEval), or a
+    folder of ``.txt`` files with one prompt each (DPG-Bench), which are sorted by name.
+
+    Raises:
+        InvalidRequest: A file cannot be read, a line has another form, or there are no prompts.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        prompts = [BenchmarkPrompt(" ".join(_read_text(file).split()), file.stem) for file in files]
+        form = "it needs .txt files with one prompt each"
+    elif path.suffix == ".jsonl":
+        lines = enumerate(_read_text(path).splitlines(), start=1)
+        prompts = [_read_line(path, number, line) for number, line in lines if line.strip()]
+        form = 'write one JSON object with a "prompt" per line'
+    else:
+        prompts = [BenchmarkPrompt(line.strip()) for line in _read_text(path).splitlines()]
+        form = "write one per line"
+    prompts = [prompt for prompt in prompts if prompt.text]
+    if not prompts:
+        raise InvalidRequest(f"{str(path)!r} has no prompts; {form}.", param="prompts")
+    return tuple(prompts)
+
+
+def _read_line(file: Path, number: int, line: str) -> BenchmarkPrompt:
+    """Read a line of a JSONL file."""
+    try:
+        metadata = json.loads(line)
+        return BenchmarkPrompt(metadata["prompt"].strip(), metadata=metadata)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise InvalidRequest(
+            f'line {number} of {str(file)!r} is not a JSON object with a text as "prompt".', param="prompts"
+        ) from None
+
+
+def _read_text(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
+        is_text = "\0" not in text  # in UTF-16 without a mark every other byte of English text is zero
     except OSError as error:
         raise InvalidRequest(f"cannot read prompts from {str(file)!r}: {error.strerror}.", param="prompts") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{str(file)!r} is not UTF-8 text; write one prompt per line.", param="prompts") from None
-    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not prompts:
-        raise InvalidRequest(f"{str(file)!r} has no prompts; write one per line.", param="prompts")
-    return prompts
+        is_text = False
+    if not is_text:
+        message = f"{str(file)!r} is not UTF-8 text; save it as UTF-8 with one prompt per line."
+        raise InvalidRequest(message, param="prompts")
+    return text
 
 
 def read_wishes(prompts: Sequence[str]) -> tuple[SceneSpec, ...]:

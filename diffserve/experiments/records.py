@@ -79,12 +79,13 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
     """Distance of an image to the converged image of the same seed; see :mod:`diffserve.experiments.metrics`.
 
-    A value is ``None`` if it could not be measured because latents or torch were missing.
+    A value is ``None`` if it could not be measured because latents, torch or a network were missing.
     """
 
     latent_rmse: float | None = None
     psnr_db: float | None = None
     ssim: float | None = None
+    lpips: float | None = None
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +102,7 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
         parts: Verdict of the prompt checker, ``None`` if the prompt cannot be checked.
         distance: Distance to the converged image, ``None`` for the converged image itself.
         thumbnail: Small PNG of the few images that a report shows.
+        scores: Values of the :data:`PROMPT_MEASURES` that the user has weights for, by name of the measure.
     """
 
     prompt_index: int
@@ -113,6 +115,7 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts | None = None
     distance: Distance | None = None
     thumbnail: bytes | None = None
+    scores: dict[str, float] = {}
 
     @property
     def place(self) -> Place:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,7 @@ from PIL import Image
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
+from diffserve.experiments.axes import MODEL, PRECISION, write_settings
 from diffserve.experiments.charts import (
     Chart,
     ChartDot,
@@ -28,15 +30,16 @@ from diffserve.experiments.charts import (
     strip_grid,
     time_measures,
 )
+from diffserve.experiments.engines import EngineFacts
 from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
 from diffserve.experiments.findings import Finding, find, join_numbers
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, SweepPlan, Target
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, EngineKey, Place, SweepPlan, Target
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
-from diffserve.experiments.store import Store, write_whole
+from diffserve.experiments.store import DIGEST_DIGITS, Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
 from diffserve.world.checker import SceneSpec
@@ -82,32 +85,37 @@ def write_report(
     plan: SweepPlan,
     store: Store,
     times: Mapping[Cell, SoloTime],
-    check: PromptCheck,
+    facts: Mapping[EngineKey, EngineFacts],
     initial_machine: Mapping[str, Any],
+    weights: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> SweepReport:
     """Analyze a complete sweep and write its files, the HTML page last.
 
     Args:
-        engine: The engine that generated the images.
+        engine: The first engine of the plan.
         plan: The plan of the sweep.
         store: Records and converged images.
         times: Time of each cell, measured alone.
-        check: The prompt checker.
+        facts: Facts of each engine of the plan.
         initial_machine: State of the machine when the sweep started.
+        weights: Folder name and digest of the weights of measures, by name of the measure.
     """
-    size = engine.info.good_sizes[0]
+    check, size = facts[plan.engines[0]].check, engine.info.good_sizes[0]
     drawn = None if check.wishes is None else draw(check.wishes, *size)
     checker = measure_checker(engine, check)
-    analysis = analyse(plan, store, drawn, checker)
+    unlike = {key for key, fact in facts.items() if fact.check.wishes is None or fact.setup["size"] != size}
+    analysis = analyse(plan, store, drawn, checker, [cell for key in unlike for cell in plan.cells_of(key)])
     summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
     findings, comparisons = find(analysis), tuple(compare_cells(analysis))
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
         "machine": initial_machine,
-        "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
+        "model": facts[plan.engines[0]].model,
+        **({"models": {_name_of(key): fact.model for key, fact in facts.items()}} if len(facts) > 1 else {}),
         "plan": plan,
-        "notes": _notes(plan, engine, drawn, check.why_not, initial_machine),
+        **({"measures": _describe_weights(weights)} if weights else {}),
+        "notes": _notes(plan, facts, drawn, initial_machine),
         "checker": checker,
         "findings": findings,
         "comparisons": comparisons,
@@ -167,23 +175,31 @@ def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
     return check.error(*engine.info.good_sizes[0], lambda pixels: vae.decode(vae.encode(pixels[None]))[0])
 
 
-def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None, checker: CheckerError | None = None) -> Analysis:
-    """Build the analysis of all records, including distances between sets."""
+def analyse(
+    plan: SweepPlan,
+    store: Store,
+    drawn: PictureSet | None,
+    checker: CheckerError | None = None,
+    undrawn: Iterable[Cell] = (),
+) -> Analysis:
+    """Build the analysis of all records, including distances between sets; see :class:`Analysis`."""
     records = {cell: records_of_looks(plan, store.records(cell)) for cell in plan.all_cells}
-    without_distances = Analysis(plan, records, drawn)
+    undrawn = frozenset(undrawn)
+    without_distances = Analysis(plan, records, drawn, undrawn=undrawn)
     values = {
         (cell, measure): value
         for cell, measure in product(records, SET_MEASURES)
         if (value := set_value(without_distances, cell, measure)) is not None
     }
-    return Analysis(plan, records, drawn, values, seed_spread(plan, store), checker=checker)
+    return Analysis(plan, records, drawn, values, seed_spread(plan, store), checker=checker, undrawn=undrawn)
 
 
 def _outputs(
     document: Mapping[str, Any], plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
 ) -> dict[str, bytes]:
     """Render every file by name, the HTML page last."""
-    title, facts = f"Sampler sweep of {document['model']['id']}", _facts(document, plan)
+    models = dict.fromkeys(model["id"] for model in _models(document))
+    title, facts = f"Sampler sweep of {', '.join(models)}", _facts(document, plan)
     findings, notes = document["findings"], document["notes"]
     sections, tables = sections_of(analysis, summaries), Tables(summaries, document["comparisons"], analysis.checker)
     return {
@@ -241,18 +257,34 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
     }
 
 
+def _name_of(engine: EngineKey) -> str:
+    return write_settings(engine).removeprefix(", ")
+
+
+def _models(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(document.get("models", {"": document["model"]}).values())
+
+
+def _describe_weights(weights: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: f"{folder}, weights {digest[:DIGEST_DIGITS]}" for name, (folder, digest) in weights.items()}
+
+
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
-    model, machine = document["model"], document["machine"]
+    machine = document["machine"]
     counts = sorted({summary.num_images for summary in document["cells"]})
     num_images = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     load = f", load {machine['load_average'][0]:.1f} at the start" if machine["load_average"] else ""
     return {
-        "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
+        "model": "; ".join(
+            f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}"
+            for model in _models(document)
+        ),
         "cells": f"{len(plan.cells)}, {num_images} images each",
         "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
         **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},
+        **document.get("measures", {}),
         "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),
@@ -260,7 +292,10 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
 
 
 def _notes(
-    plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, initial_machine: Mapping[str, Any]
+    plan: SweepPlan,
+    facts: Mapping[EngineKey, EngineFacts],
+    drawn: PictureSet | None,
+    initial_machine: Mapping[str, Any],
 ) -> tuple[str, ...]:
     num_images = len(plan.places_until(plan.looks[0] if plan.looks else plan.num_seeds))
     notes = [
@@ -291,11 +326,22 @@ def _notes(
     if drawn is not None:
         each = len(drawn.features) // len(plan.prompts)
         notes.insert(4, f"Rendered scenes: {each} per prompt, exactly as it says, each with a new random placement.")
-    if why_not is not None:
-        notes.append(f"Prompt match and the distance to rendered scenes were not measured: {why_not}")
+    for key, fact in facts.items():
+        if fact.check.why_not is not None:
+            of = f" for {_name_of(key)}" if key else ""
+            notes.append(
+                f"Prompt match and the distance to rendered scenes were not measured{of}: {fact.check.why_not}"
+            )
+    if MODEL in plan.axes:
+        notes.append(
+            "Each model has converged images of its own, so PSNR, SSIM and other distances to them are not compared "
+            "between models."
+        )
+    if PRECISION in plan.axes:
+        notes.append(f"Converged images were generated in {plan.axes[PRECISION][0]}.")
     if num_images <= FEW_PICTURES:
         notes.append(f"{num_images} images per cell are too few for a reliable Frechet distance with 64 features.")
-    if not engine.is_deterministic:
+    if not all(fact.setup["is_deterministic"] for fact in facts.values()):
         notes.append("On this device, rounding errors depend on the batch that an image was generated in.")
     if initial_machine["load_average"] and initial_machine["load_average"][0] > 0.5 * (initial_machine["cores"] or 1):
         notes.append("The machine was busy when the sweep began, so the times are longer than on an idle machine.")

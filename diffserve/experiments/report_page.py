@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
-from diffserve.experiments.estimates import CheckerError, Measure
+from diffserve.experiments.estimates import MODEL_MEASURES, CheckerError, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
 from diffserve.experiments.plan import cell_names
 from diffserve.experiments.summary import CellSummary
@@ -23,6 +23,7 @@ from diffserve.experiments.verdicts import Comparison, comparison_table
 
 COLUMNS = (
     Measure.EXACT,
+    *MODEL_MEASURES,
     Measure.FRECHET,
     Measure.FRECHET_CONVERGED,
     Measure.LATENT_RMSE,

@@ -1,6 +1,6 @@
 """Runs a sweep: generates missing images, measures them, times every cell, and writes the report.
 
-``sweep`` is the main entry point; ``run_plan`` takes an existing engine and plan; gates share ``generate_missing``.
+``sweep`` is the main entry point; ``run_plan`` takes a plan and its engines; gates share ``generate_missing``.
 Heavy libraries are imported only when one of them runs.
 """
 
@@ -14,18 +14,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diffserve.api.types import ModelInfo
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.axes import Value
-from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
+from diffserve.experiments.axes import MODEL, PRECISION, Value, read_models, write_settings
+from diffserve.experiments.engine_generator import EngineGenerator, time_alone
+from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan, shared_setup
 from diffserve.experiments.estimates import Measure
+from diffserve.experiments.export import Export
 from diffserve.experiments.generation import complete, generate_measured
-from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.measure import NO_MODELS, ImageMeasures, ModelMeasures, PromptCheck
+from diffserve.experiments.model_measures import (
+    Folders,
+    check_detected,
+    digest_measures,
+    load_measures,
+    read_measures,
+)
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -34,6 +44,7 @@ from diffserve.experiments.plan import (
     REFERENCE_STEPS,
     TIMED_ROUNDS,
     Cell,
+    EngineKey,
     PlannedImage,
     SweepPlan,
     cell_names,
@@ -42,9 +53,10 @@ from diffserve.experiments.power import describe_power
 from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
-from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
-from diffserve.experiments.verdicts import Comparison, open_comparisons
+from diffserve.experiments.store import MEASURES, Store, refuse_folder, refuse_other_sweep
+from diffserve.experiments.verdicts import Comparison, is_comparable, open_comparisons
 from diffserve.models.learned_samplers import LearnedSamplers
+from diffserve.settings.layers import load_settings
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
 
@@ -52,14 +64,15 @@ if TYPE_CHECKING:
     from diffserve.engine import Engine
 
 RECORD_VERSION = 2
+NO_FOLDERS: Folders = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Progress of a sweep, or of one precision of a gate.
+    """Progress of a sweep or of a gate.
 
     Attributes:
-        phase: "painting", "timing" or "reporting", or the precision of a gate.
+        phase: "painting", followed by model and precision if they are axes, "timing" or "reporting".
         rows_done: UNet rows finished in this run.
         num_rows: UNet rows that were missing when this run started.
         finished: The cell that was just completed, if any.
@@ -90,6 +103,8 @@ def sweep(
     seeds: int = DEFAULT_SEEDS,
     first_seed: int = 0,
     reference_steps: int = REFERENCE_STEPS,
+    measures: Mapping[str, str | Path] = MappingProxyType({}),
+    export: Export | None = None,
     on_progress: OnProgress | None = None,
 ) -> SweepReport:
     """Compare samplers and step counts on the same prompts and seeds, and write a report into ``folder``.
@@ -97,16 +112,20 @@ def sweep(
     An interrupted sweep resumes when it is called again with the same folder.
 
     Args:
-        model: A model for ``Engine.from_pretrained``, or an engine that is not used elsewhere during the sweep.
+        model: A model for ``Engine.from_pretrained``, or an engine that is not used elsewhere during the sweep. With
+            models in ``axes`` it is not used.
         folder: Output folder.
         samplers: Sampler names; a learned one has one cell with its own steps.
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
-        axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``.
+        axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``; also of ``model`` (names or
+            paths) and ``precision``, for which engines are opened one after the other.
         prompts: Prompt texts, or the number of held-out captions of the embedded model to use.
         seeds: Images per prompt.
         first_seed: Seed of the first image.
         reference_steps: DDIM steps of the converged images.
+        measures: Folders of weights by name of a measure, such as ``{"clip_score": "clip-vit-large-patch14"}``.
+        export: Benchmark whose layout the images are also written in.
         on_progress: Called with the progress of the sweep.
 
     Raises:
@@ -118,22 +137,38 @@ def sweep(
     texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
     known = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
+    values = {name: tuple(axis) for name, axis in (axes or {}).items()}
+    paths = read_models(",".join(map(str, values[MODEL]))) if MODEL in values else {}
+    values |= {MODEL: tuple(paths)} if paths else {}
     plan = SweepPlan(  # validated before a model is loaded
         samplers=tuple(samplers),
         steps=tuple(steps),
         guidance=(1.0,) if scales is None else tuple(scales),
         prompts=texts,
-        axes={name: tuple(values) for name, values in (axes or {}).items()},
+        axes=values,
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
         learned=known.steps_of(samplers),
     )
-    refuse_early(plan, Path(folder))
-    engine = model if isinstance(model, Engine) else Engine.from_pretrained(model)
+    folders = read_measures(f"{name}={path}" for name, path in measures.items())
+    refuse_early(plan, Path(folder), folders, export)
+    if isinstance(model, Engine) and plan.engines != ((),):
+        raise InvalidRequest("model and precision cannot be axes of an open engine; give the name of a model.")
+
+    def open_engine(key: EngineKey) -> Engine:
+        chosen = dict(key)
+        source = paths[str(chosen[MODEL])] if MODEL in chosen else model
+        if isinstance(source, Engine):
+            return source
+        return Engine.from_pretrained(source, dtype=str(chosen.get(PRECISION, "auto")))
+
+    engines = Engines(open_engine)
     if scales is None:
-        plan = msgspec.structs.replace(plan, guidance=(engine.info.default_guidance_scale,))
-    return run_plan(engine, plan, Path(folder), on_progress)
+        scale = engines.get(plan.engines[0]).info.default_guidance_scale
+        defaults = {name: load_settings(model=path).model.guidance_scale for name, path in paths.items()}
+        plan = msgspec.structs.replace(plan, guidance=(scale,), model_guidance=defaults)
+    return run_plan(engines, plan, Path(folder), on_progress, folders=folders, export=export)
 
 
 def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
@@ -154,6 +189,7 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
         (f"{names[cell]} against {names[baseline]}", measure, deviations.get((cell, baseline, measure.value)))
         for cell, baseline in plan.comparisons
         for measure in measures
+        if is_comparable(cell, baseline, measure)
     ]
     return list(describe_power(comparisons, len(plan.prompts), num_seeds, plan.detect))
 
@@ -168,55 +204,85 @@ def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]
     return describe_power(measured_comparisons, len(plan.prompts), num_seeds, plan.detect)
 
 
-def refuse_early(plan: SweepPlan, folder: Path) -> None:
-    """Check ``folder`` before a model is loaded.
+def refuse_early(plan: SweepPlan, folder: Path, folders: Folders = NO_FOLDERS, export: Export | None = None) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Args:
+        plan: The plan.
+        folder: Output folder.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in.
 
     Raises:
-        InvalidRequest: The folder cannot be written or holds another sweep.
+        InvalidRequest: The folder cannot be written or holds another sweep, a measure of the plan needs weights, or
+            the plan does not fit the benchmark.
     """
+    check_detected(plan.detect, folders)
+    if export is not None:
+        export.check(plan)
     refuse_folder(folder, RESULTS)
     refuse_other_sweep(folder, _plan_setup(plan))
 
 
 def run_plan(
-    engine: Engine,
+    engine: Engine | OpenEngine | Engines,
     plan: SweepPlan,
     folder: Path,
     on_progress: OnProgress | None = None,
     max_minutes: float | None = None,
     on_note: Callable[[str], None] = lambda _: None,
+    *,
+    folders: Folders = NO_FOLDERS,
+    export: Export | None = None,
 ) -> SweepReport:
-    """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`.
+    """Run ``plan`` and write the report into ``folder``; see :func:`sweep`.
 
     Args:
-        engine: The engine, not used elsewhere during the sweep.
+        engine: The engine, not used elsewhere during the sweep; or a function that opens the engine of a model and
+            precision, if they are axes.
         plan: The plan. With several looks, cells without an open verdict get no more images after a look.
         folder: Output folder.
         on_progress: Called with the progress of the sweep.
         max_minutes: Time after which no images are added to those of the first look.
         on_note: Called with sentences about open verdicts after each look but the last.
+        folders: Folders of weights by measure.
+        export: Benchmark whose layout the images are also written in; all images are stored then.
     """
     deadline_s = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-    plan.check(engine.info)
-    check = check_plan(engine, plan)
+    engines = engine if isinstance(engine, Engines) else Engines(engine)
+    if plan.reference_steps is None:
+        raise InvalidRequest("reference_steps is missing; a sweep compares with converged images.")
+    check_detected(plan.detect, folders)
+    facts = check_plan(engines, plan)
+    models, digests = load_measures(folders, facts[plan.engines[0]].setup["device"]), digest_measures(folders)
     initial_machine = machine()
-    with Store(folder, setup_of(engine, plan, check), results=RESULTS) as store:
-        times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
-        times = _read_times(store, times_name, plan)
-        timed_rows = 0 if times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
-        counter = ProgressCounter(on_progress, timed_rows)
+    image_cells = () if export is None else plan.all_cells
+    with open_store(plan, facts, folder, results=RESULTS, image_cells=image_cells, digests=digests) as store:
+        times = _read_times(store, plan)
+        untimed = [cell for cell in plan.all_cells if cell not in times]
+        counter = ProgressCounter(on_progress, TIMED_ROUNDS * sum(cell.rows for cell in untimed))
         with contextlib.suppress(_TimeIsUpError):
             for images in _images_of_looks(plan, store, on_note):
-                counter.expect(sum(image.cell.rows for image in images))
-                generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
+                generate_missing(engines, plan, store, facts, images, counter, models)
                 counter.deadline_s = deadline_s
         counter.deadline_s = math.inf
-        if not times:
-            times = time_alone(engine, plan, lambda cell: counter.add("timing", cell.rows))
-            store.write_json(times_name, {cell.slug: time for cell, time in times.items()})
+        for key in reversed(plan.engines):  # the last engine is open
+            cells = plan.cells_of(key)
+            if not times.keys() >= set(cells):
+                timed = time_alone(engines.get(key), plan, cells, lambda cell: counter.add("timing", cell.rows))
+                store.write_json(_times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
+                times |= timed
         counter.add("reporting")
+        if export is not None:
+            export.write(plan, store)
         return write_report(
-            engine=engine, plan=plan, store=store, times=times, check=check, initial_machine=initial_machine
+            engine=engines.get(plan.engines[0]),
+            plan=plan,
+            store=store,
+            times=times,
+            facts=facts,
+            initial_machine=initial_machine,
+            weights={measure.value: (path.name, digests[measure.value]) for measure, path in folders.items()},
         )
 
 
@@ -274,39 +340,46 @@ class ProgressCounter:
             raise _TimeIsUpError
 
 
-def check_plan(engine: Engine, plan: SweepPlan) -> PromptCheck:
-    """Check that ``engine`` accepts the requests of every cell, and return the checker of the prompts.
-
-    Raises:
-        InvalidRequest: The engine rejects a request.
-    """
-    for cell in (*plan.references, *plan.cells):
-        engine.check(request_for(plan, cell, plan.places[0]))
-    return PromptCheck(engine.info.family, plan.prompts)
-
-
 def generate_missing(
+    engines: Engines,
+    plan: SweepPlan,
+    store: Store,
+    facts: Mapping[EngineKey, EngineFacts],
+    images: Iterable[PlannedImage],
+    counter: ProgressCounter,
+    models: ModelMeasures = NO_MODELS,
+) -> None:
+    """Generate and measure missing images, one engine after the other; see :func:`_generate_on`.
+
+    Args:
+        engines: Generate the images.
+        plan: The plan that the images belong to.
+        store: Receives the records.
+        facts: Facts of the engines.
+        images: The missing images.
+        counter: Reports the progress.
+        models: Measures by networks whose weights the user names.
+    """
+    missing: dict[EngineKey, list[PlannedImage]] = {key: [] for key in plan.engines}
+    for image in images:
+        missing[plan.engine_of(image.cell)].append(image)
+        counter.expect(image.cell.rows)
+    for key, group in missing.items():
+        if group:
+            on_rows = partial(counter.add, f"painting{write_settings(key)}")
+            _generate_on(engines.get(key), plan, store, facts[key].check, group, on_rows, models)
+
+
+def _generate_on(
     engine: Engine,
     plan: SweepPlan,
     store: Store,
     check: PromptCheck,
     images: Sequence[PlannedImage],
     on_rows: Callable[[float, Cell | None], None],
-    reference_store: Store | None = None,
+    models: ModelMeasures,
 ) -> None:
-    """Generate and measure missing images; every record is on disk before the next engine tick.
-
-    Args:
-        engine: Generates the images.
-        plan: The plan that the images belong to.
-        store: Receives the records.
-        check: Checks images against their prompts.
-        images: The missing images.
-        on_rows: Called with the UNet rows of each tick and ``None``, and with each cell that is completed.
-        reference_store: Images to compare with, by default the plan's converged images.
-    """
-    if not images:
-        return
+    """Generate and measure images on one engine; every record is on disk before the next engine tick."""
     from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
     num_left = Counter(image.cell for image in images)
@@ -319,26 +392,54 @@ def generate_missing(
             if not num_left[event.image.cell]:
                 on_rows(0.0, event.image.cell)
 
-    measures = ImageMeasures(check, FeatureNetwork())
+    measures = ImageMeasures(check, FeatureNetwork(), models)
     engine.warm_up()  # so that its time is not charged to an image
     generator = EngineGenerator(engine, plan)
-    complete(generate_measured(plan, generator, measures, store, images, count, reference_store=reference_store))
+    complete(generate_measured(plan, generator, measures, store, images, count))
 
 
-def _read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime] | None:
-    """Read the times of every cell that an earlier run measured, or return ``None`` if one is missing."""
-    try:
-        times = msgspec.convert(store.read_json(name), dict[str, SoloTime])
-        return {cell: times[cell.slug] for cell in plan.all_cells}
-    except (msgspec.ValidationError, KeyError):
-        return None
+def _times_name(store: Store, cells: Sequence[Cell]) -> str:
+    return f"times-{store.digest(cells[0], {'cells': cells})}.json"
 
 
-def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str, Any]:
-    """Return everything except the cell that the results of an image depend on."""
+def _read_times(store: Store, plan: SweepPlan) -> dict[Cell, SoloTime]:
+    """Read the times that an earlier run measured, without those of engines that lack the time of a cell."""
+    read: dict[Cell, SoloTime] = {}
+    for cells in map(plan.cells_of, plan.engines):
+        with contextlib.suppress(msgspec.ValidationError, KeyError):
+            times = msgspec.convert(store.read_json(_times_name(store, cells)), dict[str, SoloTime])
+            read |= {cell: times[cell.slug] for cell in cells}
+    return read
+
+
+def open_store(
+    plan: SweepPlan,
+    facts: Mapping[EngineKey, EngineFacts],
+    folder: Path,
+    *,
+    results: Iterable[str],
+    image_cells: Iterable[Cell] = (),
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> Store:
+    """Open the store of a plan; see :class:`Store`.
+
+    The results of a cell depend on its engine, on that of the images that they are compared with, and on the weights of
+    measures, whose ``digests`` are given by name.
+    """
+    common = {**_common_setup(plan), **({MEASURES: dict(digests)} if digests else {})}
+
+    def setup_of(cell: Cell) -> Mapping[str, Any]:
+        engine = plan.engine_of(cell)
+        other = plan.engine_of(plan.reference_of(cell) or cell)
+        return {**common, **facts[engine].setup, **({} if other == engine else {"compared with": facts[other].setup})}
+
+    return Store(folder, {**common, **shared_setup(facts)}, results=results, setup_of=setup_of, image_cells=image_cells)
+
+
+def _common_setup(plan: SweepPlan) -> dict[str, Any]:
+    """Return everything except cell and engine that the results of an image depend on."""
     from diffserve.experiments.metrics.set_distance import NETWORK_VERSION
 
-    info = engine.info
     return {
         "versions": {
             "record": RECORD_VERSION,
@@ -347,23 +448,8 @@ def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str
             "diffserve": __version__,
         },
         "torch": versions()["torch"],
-        "weights": engine.model.digest,
-        "dtype": info.dtype,
-        "device": info.device,
-        "spacing": info.default_spacing,
-        "size": info.good_sizes[0],
-        "is_deterministic": engine.is_deterministic,
-        "is_checked": check.wishes is not None,
-        **_learned_setup(engine.info, plan),
         **_plan_setup(plan),
     }
-
-
-def _learned_setup(info: ModelInfo, plan: SweepPlan) -> dict[str, Any]:
-    """Return the digests of the learned samplers of ``plan``."""
-    samplers = LearnedSamplers.of(info)
-    digests = {sampler: samplers.find(sampler).digest for sampler in sorted(plan.learned)}
-    return {"learned": digests} if digests else {}
 
 
 def _plan_setup(plan: SweepPlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Self
@@ -27,6 +27,8 @@ from diffserve.experiments.records import FinishedImage, ImageRecord, StoredImag
 
 PARTS = "parts"
 SETUP, LOCK = "setup.json", "lock"
+MEASURES = "measures"
+"""Setup field with the digests of the weights of measures, absent without such measures."""
 
 DIGEST_DIGITS = 12
 MAX_SHOWN_CHARS = 24
@@ -36,6 +38,7 @@ NAMES = {
     "num_seeds": "seeds per prompt",
     "first_seed": "first seed",
     "reference_steps": "reference steps",
+    MEASURES: "measures",
 }
 """Display names of setup fields for error messages."""
 
@@ -51,29 +54,37 @@ class Store:
         folder: Output folder of the sweep.
         setup: Everything except the cell that results depend on.
         results: Names of result files that must not exist in a folder without a sweep.
-        keeps_images: Whether all images are stored, and not only the converged ones.
+        setup_of: Returns the part of ``setup`` that the results of a cell depend on; by default all of it.
+        image_cells: Cells whose images are stored in addition to the converged ones.
 
     Raises:
         InvalidRequest: The folder cannot be written, holds foreign results or another sweep, or is in use.
     """
 
     def __init__(
-        self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str], keeps_images: bool = False
+        self,
+        folder: Path,
+        setup: Mapping[str, Any],
+        *,
+        results: Iterable[str],
+        setup_of: Callable[[Cell], Mapping[str, Any]] | None = None,
+        image_cells: Iterable[Cell] = (),
     ) -> None:
         refuse_folder(folder, results)
-        refuse_other_sweep(folder, setup)
+        refuse_other_sweep(folder, {MEASURES: {}, **setup})
         self.folder = folder
         self.parts = folder / PARTS
-        self._setup = dict(setup)
-        self._keeps_images = keeps_images
+        self._setup_of = setup_of or (lambda _: setup)
+        self._image_cells = frozenset(image_cells)
         self._digests: dict[Cell, str] = {}
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
         self._lock: IO[bytes] | None = None
         with guard(folder):
             self.parts.mkdir(parents=True, exist_ok=True)
-        if not (self.parts / SETUP).exists():
-            self.write_json(SETUP, self._setup)
+        stored = self.read_json(SETUP) or {}
+        if not setup.keys() <= stored.keys():
+            self.write_json(SETUP, {**stored, **setup})
 
     def __enter__(self) -> Self:
         self._lock = take_lock(self.folder)
@@ -88,7 +99,7 @@ class Store:
 
     def digest(self, cell: Cell, extra: Mapping[str, Any] | None = None) -> str:
         """Return a digest of 12 hexadecimal digits over the setup, the cell and ``extra``."""
-        content = {**self._setup, "cell": cell, **(extra or {})}
+        content = {**self._setup_of(cell), "cell": cell, **(extra or {})}
         text = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(text).hexdigest()[:DIGEST_DIGITS]
 
@@ -116,7 +127,7 @@ class Store:
         ]
 
     def save(self, finished: FinishedImage) -> None:
-        """Store a converged image atomically, or any image if all are stored."""
+        """Store a converged image, or one of ``image_cells``, atomically."""
         if not self._keeps(finished.image.cell):
             return
         assert finished.latents is not None, "a sweep asks for latents"
@@ -139,7 +150,7 @@ class Store:
             return None
 
     def _keeps(self, cell: Cell) -> bool:
-        return self._keeps_images or cell.is_reference
+        return cell.is_reference or cell in self._image_cells
 
     def write_json(self, name: str, document: Any) -> None:
         """Replace ``parts/<name>`` atomically."""
@@ -226,6 +237,8 @@ def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
         raise _other(folder, "that cannot be read") from None
     if not stored and any(parts.glob("*.jsonl")):
         raise _other(folder, "of another version")
+    if stored:
+        stored.setdefault(MEASURES, {})
     current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
     for name in [name for name in current if name in stored and stored[name] != current[name]]:
         raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")
@@ -238,7 +251,7 @@ def _other(folder: Path, which: str) -> InvalidRequest:
 def _describe(name: str, stored: Any, current: Any) -> str:
     """Describe a different setup field by name, with both values if they are short; digests are abbreviated."""
     title, values = NAMES.get(name, name), [str(value) for value in (stored, current)]
-    if name == "weights":
+    if name.startswith("weights"):
         values = [value[:DIGEST_DIGITS] for value in values]
     is_short = all(isinstance(value, str | int | float) for value in (stored, current))
     return f"{title} ({values[0]}, now {values[1]})" if is_short and max(map(len, values)) <= MAX_SHOWN_CHARS else title

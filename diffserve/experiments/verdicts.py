@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
+from diffserve.experiments.axes import MODEL
+from diffserve.experiments.estimates import MODEL_MEASURES, PROMPT_MEASURES, SET_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, cell_names
 from diffserve.experiments.power import detectable_difference
 
@@ -24,7 +25,7 @@ LEAST_FRECHET_GAP = 0.013
 Outcome = int
 """Result of a comparison: 1 ahead, 0 not distinguishable, -1 behind."""
 
-SHOWN = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
+SHOWN = (Measure.EXACT, *MODEL_MEASURES, Measure.PSNR_DB, Measure.FRECHET, Measure.FRECHET_CONVERGED)
 """Measures in tables of comparisons; report.json has all."""
 
 
@@ -104,13 +105,22 @@ def count_wins(analysis: Analysis, cell: Cell, baseline: Cell, measure: Measure)
     return int((ahead > 0).sum()), int((ahead < 0).sum())
 
 
+def is_comparable(cell: Cell, baseline: Cell, measure: Measure) -> bool:
+    """Return whether a difference in ``measure`` says which cell is better.
+
+    Different models have different converged images, so distances to them are not compared between models.
+    """
+    is_same_model = dict(cell.settings).get(MODEL) == dict(baseline.settings).get(MODEL)
+    return is_same_model or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID, *PROMPT_MEASURES)
+
+
 def compare_cells(analysis: Analysis, measures: Iterable[Measure] = Measure) -> Iterator[Comparison]:
     """Yield the comparisons of the plan, in each of ``measures`` that both cells have."""
     measures = tuple(measures)
     for cell, baseline in analysis.plan.comparisons:
         for measure in measures:
             judged = judge_difference(analysis, {cell: 1, baseline: -1}, measure)
-            if judged is None:
+            if judged is None or not is_comparable(cell, baseline, measure):
                 continue
             margin = analysis.plan.detect.get(measure.value)
             deviation = analysis.deviation((cell, baseline), measure)

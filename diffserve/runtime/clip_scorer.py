@@ -120,6 +120,16 @@ class ClipScorer:
         prepare = Preparation.read(directory / PREPARED, int(network.config.vision_config.image_size))
         return cls(directory.name, network, load_tokenizer(directory), prepare, choice.device)
 
+    @property
+    def side_px(self) -> int:
+        """Side of the square that the model reads."""
+        return int(self.network.config.vision_config.image_size)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the cosine in the logits that the model was trained with."""
+        return float(self.network.logit_scale.float().exp())
+
     def begin(self) -> None:
         """Initialize torch in the calling thread, because that resets the number of threads of the process."""
         torch.get_num_threads()

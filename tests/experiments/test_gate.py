@@ -16,6 +16,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.gate import EXIT_GATE_FAILED
 from diffserve.engine import Engine
+from diffserve.experiments.engines import OpenEngine
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.gate import (
     JSON,
@@ -27,8 +28,9 @@ from diffserve.experiments.gate import (
     broken,
     run_gate,
 )
-from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan import Cell, EngineKey, SweepPlan
 from diffserve.experiments.run import SweepProgress
+from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.settings.config import EngineConfig
 from tests.tiny_models import ONE_LEVEL
 
@@ -48,10 +50,11 @@ def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
     weight.copy_((weight / scale).round() * scale)
 
 
-def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
+def opener(path: Path, damaged: str | None = None) -> OpenEngine:
     """Return a function that opens the model in a precision, ``damaged`` with coarse weights."""
 
-    def open_engine(precision: str) -> Engine:
+    def open_engine(key: EngineKey) -> Engine:
+        precision = str(dict(key)["precision"])
         engine = Engine.from_pretrained(path, dtype=precision, device="cpu", config=EngineConfig(max_rows=4))
         if precision == damaged:
             for part in engine.model.unet.network.modules():
@@ -92,10 +95,12 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     passed: Passed, tiny_model: Callable[[str], Path]
 ) -> None:
     first, folder, events = passed
-    assert tuple(dict.fromkeys(event.phase for event in events)) == GATE.names
-    for name in GATE.names:
-        last = [event for event in events if event.phase == name][-1]
-        assert (last.rows_done, last.num_rows, last.finished) == (PLAN.num_painted_rows,) * 2 + (PLAN.cells[0],)
+    phases = tuple(f"painting, precision {name}" for name in GATE.names)
+    assert tuple(dict.fromkeys(event.phase for event in events)) == phases
+    for number, phase in enumerate(phases, start=1):
+        last = [event for event in events if event.phase == phase][-1]
+        assert (last.rows_done, last.num_rows) == (number * PLAN.num_painted_rows, 2 * PLAN.num_painted_rows)
+        assert last.finished is not None
     assert {file.name for file in folder.iterdir()} == {*RESULTS, "parts"}
     document = json.loads((folder / JSON).read_bytes())
     assert document["reference"] == "float32"
@@ -162,6 +167,7 @@ def run_main(*arguments: object) -> int:
         (["--gate", "fp32:bf16", "--gate-psnr", "200"], "psnr_db is 200; it must lie between 0 and 99."),
         (["--gate-psnr", "20"], "add --gate REFERENCE:CANDIDATES."),
         (["--gate", "fp32:int8", "--offload", "cpu"], "--gate: offload is 'cpu' with dtype int8"),
+        (["--gate", "fp32:int8", "--axis", "precision=int8"], "--gate compares precisions of one model; leave --axis"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_painted(
@@ -170,6 +176,54 @@ def test_a_mistake_is_one_sentence_and_nothing_is_painted(
     assert run_main("sweep", "-o", tmp_path / "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Return a file with two prompts."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("a fox\nan owl\n", encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gate-exact", 5], "--gate-exact: exact prompt match cannot be measured: only images of the embedded model"),
+        (["--gate-frechet", 1, "--prompts", "{one}"], "--gate-frechet needs at least 2 images of each precision"),
+    ],
+)
+def test_a_named_measure_that_cannot_be_computed_is_refused_before_anything_is_generated(
+    tiny_model: Callable[[str], Path],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    message: str,
+) -> None:
+    (tmp_path / "one.txt").write_text("a fox\n", encoding="utf-8")
+    named = [tmp_path / "one.txt" if argument == "{one}" else argument for argument in arguments]
+    gate = ["--gate", "float32:bfloat16", "--model", tiny_model(ONE_LEVEL), "--device", "cpu", "--prompts", prompts]
+    assert run_main("sweep", *gate, "--steps", 2, *named, "-o", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_every_precision_of_a_random_sdxl_is_judged_by_named_measures(
+    tiny_model: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limits allow the numerical error of random weights; int8 arithmetic needs a CPU with an int8 unit."""
+    quantized = ["int8", *(["int8_dynamic", "int8_static"] if cpu_int8_unit() else [])]
+    gate = ["--gate", f"float32:bfloat16,{','.join(quantized)}", "--gate-psnr", 25, "--gate-frechet", 0.5]
+    counts = ["--prompts", prompts, "--samplers", "ddim", "--steps", 10, "--device", "cpu"]
+    code = run_main("sweep", *gate, "--model", tiny_model("sdxl"), *counts, "-o", tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0, lines
+    rows = json.loads((tmp_path / "out" / JSON).read_bytes())["rows"]
+    assert [row["precision"] for row in rows] == ["float32", "bfloat16", *quantized]
+    assert all(20 < row["worst_psnr_db"] < 99 and row["exact"] is None for row in rows[1:])
+    assert rows[0]["unet_bytes"] > rows[1]["unet_bytes"] > rows[2]["unet_bytes"]
 
 
 @pytest.mark.slow
@@ -183,8 +237,10 @@ def test_int8_of_a_pruned_embedded_model_passes_and_a_broken_quantiser_ends_with
     assert ", guidance 3: passes." in capsys.readouterr().out
     document = json.loads((tmp_path / "good" / JSON).read_bytes())
     assert [row["exact"] >= 0.75 for row in document["rows"]] == [True, True]
-    parts_path = Path("parts", "float32")
-    shutil.copytree(tmp_path / "good" / parts_path, tmp_path / "bad" / parts_path)  # which is not painted twice
+    (tmp_path / "bad" / "parts").mkdir(parents=True)
+    for part in (tmp_path / "good" / "parts").glob("*float32*"):  # which is not painted twice
+        (shutil.copytree if part.is_dir() else shutil.copy)(part, tmp_path / "bad" / "parts" / part.name)
+    shutil.copy(tmp_path / "good" / "parts" / "setup.json", tmp_path / "bad" / "parts")
     monkeypatch.setattr("diffserve.runtime.quantization.hold_int8_weight", coarse)
     assert run_main(*arguments, tmp_path / "bad") == EXIT_GATE_FAILED
     output = capsys.readouterr().out

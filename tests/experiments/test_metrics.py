@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from scipy.linalg import sqrtm
 from scipy.ndimage import gaussian_filter
+from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
 
 from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, latent_rmse, psnr_db, ssim
 from diffserve.experiments.metrics.set_distance import NUM_FEATURES, FeatureNetwork, frechet_distance, kernel_distance
@@ -68,6 +71,20 @@ def test_a_difference_of_one_grey_level_everywhere_is_48_decibels() -> None:
 def test_equal_pictures_are_as_near_as_can_be_written() -> None:
     assert psnr_db(PICTURES[0], PICTURES[0]) == BEST_PSNR_DB
     assert ssim(PICTURES[0], PICTURES[0]) == pytest.approx(1.0, abs=1e-3)
+
+
+def to_batch(pictures: list[NDArray[np.uint8]]) -> torch.Tensor:
+    """Return images (B, 3, H, W) float32 in 0..255."""
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float()
+
+
+def test_psnr_and_ssim_are_those_of_torchmetrics() -> None:
+    for other in (blurred(PICTURES[1], 1.5), noisy(PICTURES[1], 12), PICTURES[11]):
+        peak = PeakSignalNoiseRatio(data_range=255.0)
+        structure = StructuralSimilarityIndexMeasure(data_range=255.0)
+        images, others = to_batch([PICTURES[1]]), to_batch([other])
+        assert psnr_db(PICTURES[1], other) == pytest.approx(float(peak(images, others)), abs=1e-4)
+        assert ssim(PICTURES[1], other) == pytest.approx(float(structure(images, others)), abs=1e-4)
 
 
 def test_pictures_that_cannot_be_compared_are_refused() -> None:
@@ -161,6 +178,29 @@ def test_the_feature_network_is_the_same_everywhere(network: FeatureNetwork) -> 
 def test_features_do_not_depend_on_the_size_of_a_large_picture_much(network: FeatureNetwork) -> None:
     large = np.repeat(np.repeat(PICTURES[0], 2, axis=0), 2, axis=1)
     assert network.features(large) == pytest.approx(network.features(PICTURES[0]), abs=1e-4)
+
+
+def test_distances_of_stored_features_are_those_of_torchmetrics_on_images(network: FeatureNetwork) -> None:
+    reference, worse = PICTURES[:48], [blurred(picture, 0.7) for picture in PICTURES[48:]]
+    features = [np.stack([network.features(picture) for picture in pictures]) for pictures in (reference, worse)]
+    frechet = FrechetInceptionDistance(feature=network)
+    with pytest.warns(UserWarning, match="will save all extracted features"):
+        kernel = KernelInceptionDistance(feature=network, subsets=50, subset_size=48)
+    for metric in (frechet, kernel):
+        for start in range(0, 48, 16):  # streamed
+            metric.update(torch.from_numpy(np.stack(reference[start : start + 16])), real=True)
+            metric.update(torch.from_numpy(np.stack(worse[start : start + 16])), real=False)
+    assert frechet_distance(*features) == pytest.approx(float(frechet.compute()), rel=1e-3, abs=1e-4)
+    assert kernel_distance(*features) == pytest.approx(float(kernel.compute()[0]), rel=1e-4, abs=1e-4)
+
+
+def test_identical_sets_are_at_no_distance(network: FeatureNetwork) -> None:
+    features = np.stack([network.features(picture) for picture in PICTURES])
+    assert frechet_distance(features, features) == pytest.approx(0, abs=1e-4)
+    assert latent_rmse(features, features) == 0
+    unbiased = unbiased_mmd(features.astype(np.float64), features.astype(np.float64))
+    assert kernel_distance(features, features) == pytest.approx(unbiased, abs=1e-4), "unbiased, so just below 0"
+    assert -0.2 < unbiased < 0
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import plan
 from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
 from diffserve.experiments.engine_generator import request_for
+from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.verdicts import is_comparable
 from tests.engine.simulated_scheduler import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
@@ -267,8 +269,63 @@ def test_sizes_and_other_fields_of_the_table_reach_the_request() -> None:
         ("noise_source=moon", "noise_source is 'moon'"),
         ("lora:/etc/x=1", "a LoRA's name is '/etc/x'"),
         ("micro_conditioning=large", "micro_conditioning"),
+        ("precision=fp33", "precision has 'fp33'; choose from float32, bfloat16, float16, int8"),
+        ("precision=auto", "precision has 'auto'; choose from"),
+        ("model=", "model is empty"),
+        ("model=a/one,b/one", "two models of the axis are called 'one'; give one another name: NAME=PATH."),
     ],
 )
 def test_an_axis_that_requests_do_not_allow_is_one_sentence(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(message)):
         plan_of(axes={name: read_values(name, values) for name, values in [read_axis(text)]})
+
+
+def test_precisions_share_the_converged_images_of_the_first_and_models_have_their_own() -> None:
+    axes = {
+        name: read_values(name, values)
+        for name, values in map(read_axis, ("model=a,/x/b.safetensors", "precision=fp32,int8"))
+    }
+    assert axes == {"model": ("a", "b"), "precision": ("float32", "int8")}
+    plan = plan_of(samplers=("ddim",), steps=(5,), axes=axes)
+    assert [dict(cell.settings) for cell in plan.references] == [{"model": "a"}, {"model": "b"}]
+    assert plan.engines == tuple(
+        (("model", model), ("precision", name)) for model in "ab" for name in ("float32", "int8")
+    )
+    counts = [
+        (len(plan.cells_of(engine)), sum(cell.is_reference for cell in plan.cells_of(engine)))
+        for engine in plan.engines
+    ]
+    assert counts == [(2, 1), (1, 0)] * 2
+    assert all(plan.engine_of(cell) == engine for engine in plan.engines for cell in plan.cells_of(engine))
+    last = plan.cells[-1]
+    baselines = [dict(baseline.settings) for cell, baseline in plan.comparisons if cell == last]
+    assert baselines == [{"model": "a", "precision": "int8"}, {"model": "b", "precision": "float32"}]
+    first_request, request = (request_for(plan, cell, (0, 0)) for cell in (plan.cells[0], last))
+    assert request.diffusion == first_request.diffusion, "model and precision are no fields of a request"
+
+
+def test_a_plan_without_converged_images_compares_with_the_first_engine() -> None:
+    plan = plan_of(
+        samplers=("ddim",), steps=(5,), axes={"eta": (0.0, 1.0), "precision": ("float32", "int8")}, reference_steps=None
+    )
+    assert [plan.reference_of(cell) for cell in plan.cells] == [None, plan.cells[0], None, plan.cells[2]]
+    assert plan.references == ()
+    assert plan_of(reference_steps=None).references == ()
+
+
+def test_models_are_compared_at_the_guidance_scale_of_each() -> None:
+    plan = plan_of(
+        steps=(5,), samplers=("ddim",), axes={"model": ("base", "turbo")}, model_guidance={"base": 3.0, "turbo": 1.0}
+    )
+    base, turbo = plan.cells
+    assert (base.guidance_scale, turbo.guidance_scale) == (3.0, 1.0)
+    assert plan.comparisons == ((turbo, base),)
+    assert [cell.guidance_scale for cell in plan.references] == [3.0, 1.0]
+    assert not is_comparable(turbo, base, Measure.PSNR_DB)
+    assert is_comparable(turbo, base, Measure.EXACT)
+
+
+def test_a_plan_of_one_engine_has_no_engine_axis() -> None:
+    plan = plan_of(axes={"eta": (0.0, 0.5)})
+    assert plan.engines == ((),)
+    assert plan.cells_of(()) == plan.all_cells

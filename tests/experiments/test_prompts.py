@@ -23,6 +23,8 @@ from diffserve.world.captions import held_out
 from diffserve.world.checker import SceneSpec, judge, read_picture
 from diffserve.world.scenes import BACKGROUNDS, scenes
 
+WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32")
+
 
 def test_the_prompts_are_the_held_out_captions_of_the_evaluation() -> None:
     assert list(held_out_prompts(40)) == [words for _, words in held_out(40)]
@@ -71,7 +73,13 @@ def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), (b"\n \n", "has no prompts; "), (b"\xff\xfe\x00", "not UTF-8")]
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"\n \n", "has no prompts; "),
+        *(("a fox\n".encode(name), "is not UTF-8 text; save it as UTF-8") for name in WIDE),
+        *(("a café\n".encode(name), "is not UTF-8 text; save it as UTF-8") for name in (*WIDE, "latin-1", "cp437")),
+    ],
 )
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     file = tmp_path / "prompts.txt"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.random_models import save_hollow_model
 from diffserve.cli import main
 from diffserve.experiments.search.learnable_table import LearnableTable
 from diffserve.experiments.search.pairs import Pairs
 from diffserve.experiments.search.sampler_search import Memory, SamplerSearch, SearchPlan
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.model import load_model
 from schedulers import NoiseSchedule, compile_table
 from schedulers.learned import LearnedSampler
@@ -87,10 +91,11 @@ def test_a_search_comes_closer_to_converged_latents(tiny_model: Callable[[str], 
 
 
 @pytest.mark.slow
-def test_the_command_writes_files_that_load(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_the_command_writes_files_that_load(tiny_model: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     prompts, folder = tmp_path / "prompts.txt", tmp_path / "samplers"
     prompts.write_text("\n".join(PROMPTS))
-    arguments = ["sweep", "--search", "--steps", "2", "--prompts", str(prompts), "--model", str(tiny_model("sd15"))]
+    arguments = ["sweep", "--search", "--steps", "2", "--prompts", str(prompts), "--model", str(tiny_model(kind))]
     with pytest.raises(SystemExit) as done:
         main([*arguments, "--device", "cpu", "-o", str(folder)])
     assert done.value.code == 0
@@ -104,6 +109,29 @@ def test_the_command_writes_files_that_load(tiny_model: Callable[[str], Path], t
     assert refused.value.code == 2, "an existing file is not overwritten"
 
 
+@pytest.mark.slow
+def test_the_memory_for_a_large_model_is_stated_from_its_shapes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read", None)
+    path = save_hollow_model("sdxl-random", tmp_path, dtype=torch.float16)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    arguments = ["sweep", "--search", "--plan-only", "--steps", "5,8", "--prompts", str(prompts), "--model", str(path)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SystemExit) as done:
+        main([*arguments, "--device", "cpu", "--dtype", "bfloat16", "-o", str(tmp_path / "samplers")])
+    assert done.value.code == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[: len("memory for 5")] for line in lines] == ["memory for 5", "memory for 8"]
+    [weights_gb, activations_gb] = [float(number) for number in re.findall(r"([\d.]+) GB of", lines[0])]
+    assert weights_gb == pytest.approx(2 * 2.567, rel=0.01), "the UNet has 2.567e9 parameters of 2 bytes"
+    assert 10 < activations_gb < 500
+    added_gb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
+    assert added_gb < weights_gb / 2, "the weights were allocated"
+    assert not (tmp_path / "samplers").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,13 +140,21 @@ def test_the_command_writes_files_that_load(tiny_model: Callable[[str], Path], t
         (["--steps", "5", "--guidance", "3,5"], "a search takes one scale"),
         (["--steps", "5", "--prompts", "4"], "--prompts has 4 different prompts; a search needs at least 5"),
         (["--steps", "5", "--dtype", "int8"], "quantized networks have no gradients"),
-        (["--steps", "5", "--samplers", "ddim"], "--search takes --steps, --guidance, --prompts and --seed"),
+        (["--steps", "51"], "--steps has 51; a search takes 1 to 50"),
+        (["--steps", "many"], "--steps has 'many', which is not a whole number."),
+        (["--steps", "9-5"], "--steps has '9-5', which is an empty range"),
+        (["--steps", "5", "--prompts", "nowhere.txt"], "cannot read prompts from 'nowhere.txt'"),
+        (["--steps", "5", "-o", "/dev/null/samplers"], "cannot write to '/dev/null/samplers': Not a directory."),
+        (
+            ["--steps", "5", "--samplers", "ddim"],
+            "--search takes --steps, --guidance, --prompts, --seed and --plan-only",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_the_model_is_loaded(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["sweep", "--search", *arguments, "-o", str(tmp_path / "samplers")])
+        main(["sweep", "--search", "-o", str(tmp_path / "samplers"), *arguments])
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert not (tmp_path / "samplers").exists()

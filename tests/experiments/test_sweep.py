@@ -353,7 +353,7 @@ def run_main(*arguments: object) -> int:
         (["--prompts", "9" * 5000], "of 5000 digits; at most 18 are allowed"),
         (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are allowed"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
-        (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
+        (["--prompts", "."], "'.' has no prompts; it needs .txt files with one prompt each."),
         (["--prompts", "empty"], "'empty' has no prompts; write one per line."),
         (["--guidance", ""], "--guidance is empty"),
         (["--seeds", "some"], "Invalid value for '--seeds'"),
@@ -370,7 +370,16 @@ def run_main(*arguments: object) -> int:
         (["--until-decided", "--max-images", "9"], "--max-images is 9; 64 prompts with 4 seeds start with 256 images"),
         (["--max-minutes", "5"], "--max-minutes needs --until-decided"),
         (["--previous", "none"], "cannot read 'none': No such file or directory."),
+        (["--measures", "fid=x"], "--measures has 'fid'; the measures are clip_score, pick_score"),
+        (["--measures", "clip_score"], "needs weights: pass --measures clip_score=FOLDER with a CLIP model in transf"),
+        (["--measures", "lpips=."], "lpips cannot use '.'; it needs a backbone in transformers' format"),
+        (["--detect", "pick_score=1"], "pick_score needs weights: pass --measures pick_score=FOLDER"),
+        (["--export-layout", "coco"], "export-layout is 'coco'; choose one of geneval, dpg-bench, t2i-compbench."),
+        (["--export-layout", "geneval"], "pass --prompts evaluation_metadata.jsonl."),
+        (["--search", "--measures", "lpips=."], "--measures and --export-layout are for sweeps; leave them out"),
         (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
+        (["-o", "/proc/sweep"], "cannot write to '/proc/sweep': "),
+        (["--prompts", "wide"], "'wide' is not UTF-8 text; save it as UTF-8 with one prompt per line."),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
@@ -384,6 +393,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
     model = tiny_model("sd15")
     monkeypatch.chdir(tmp_path)
     files = {"file": "mine", "empty": "\n", "other/parts/setup.json": '{"first_seed": 7}', "mine/report.html": "mine"}
+    files["wide"] = "a\0 \0f\0o\0x\0"  # English text in UTF-16
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")

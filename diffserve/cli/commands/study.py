@@ -43,7 +43,8 @@ def sweep(
         list[str] | None,
         typer.Option(
             "--axis",
-            help="Another request field and its values, such as eta=0,0.5 or lora:NAME=0-1 [5]; repeatable.",
+            help="Another field and its values: eta=0,0.5, lora:NAME=0-1 [5], precision=float32,int8, model=A,B; "
+            "repeatable.",
             metavar="NAME=VALUES",
         ),
     ] = None,
@@ -51,8 +52,9 @@ def sweep(
         str,
         typer.Option(
             "--prompts",
-            help="Number of held-out captions of the embedded model, or a text file with one prompt per line.",
-            metavar="N|FILE",
+            help="Number of held-out captions of the embedded model, a text file with one prompt per line, a .jsonl "
+            "file with a prompt field (GenEval), or a folder of .txt files (DPG-Bench).",
+            metavar="N|FILE|FOLDER",
         ),
     ] = "64",
     seeds: Annotated[
@@ -69,8 +71,26 @@ def sweep(
         str | None,
         typer.Option(
             "--detect",
-            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse).",
+            help="Differences that verdicts should detect (default exact=5,psnr_db=1; also ssim, latent_rmse and those "
+            "of --measures).",
             metavar="MEASURE=DIFFERENCE,...",
+        ),
+    ] = None,
+    measures: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--measures",
+            help="Further measures and the folders of their weights: clip_score, pick_score, hps_v2, image_reward, "
+            "lpips; repeatable.",
+            metavar="NAME=FOLDER,...",
+        ),
+    ] = None,
+    export_layout: Annotated[
+        str | None,
+        typer.Option(
+            "--export-layout",
+            help="Also write the images in the layout of a benchmark: geneval, dpg-bench or t2i-compbench.",
+            metavar="NAME",
         ),
     ] = None,
     until_decided: Annotated[
@@ -97,7 +117,11 @@ def sweep(
         ),
     ] = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Only print the cost and the differences that can be detected.")
+        bool,
+        typer.Option(
+            "--plan-only",
+            help="Only print the cost and the differences that can be detected; with --search the memory.",
+        ),
     ] = False,
     search: Annotated[
         bool, typer.Option("--search", help="Learn samplers with --steps evaluations instead; see below.")
@@ -133,6 +157,10 @@ def sweep(
     Numbers may be ranges as in A1111: 10-50 (+10) counts in steps of 10, 1-3 [5] takes 5 values. A field of a request
     can be an axis: --axis spacing=leading,trailing --axis guidance_interval=0-1,0.2-0.8 --axis "cache_interval=1-3".
 
+    --axis precision=float32,bfloat16,int8 and --axis model=embedded,embedded-turbo,NAME=PATH open one engine after the
+    other. Converged images are generated in the first precision, and for every model; without --guidance each model
+    uses its own default. With --refiner, --axis switch_at=0.6-0.9 [4] varies when the refiner takes over.
+
     Before it starts, the sweep states which differences the images can detect (80 % power, 5 % level), and how many
     are needed for those of --detect. With --until-decided, verdicts are looked at after 1, 2, 4, ... times --seeds
     images of each prompt, with bounds that keep the level of 5 % over all looks; decided cells get no more images.
@@ -140,14 +168,19 @@ def sweep(
     Ctrl-C keeps finished images; the same command continues. More samplers or steps extend the report. The defaults
     generate 4,096 images, about 35 minutes with the embedded model on two cores.
 
+    --measures clip_score=FOLDER,lpips=FOLDER adds measures by networks, whose weights are safetensors on disk: a CLIP
+    model (clip_score, pick_score, hps_v2), ImageReward, or a backbone for an LPIPS-like distance. With --export-layout,
+    the folder of each cell below DIR is what the benchmark's own evaluation script reads.
+
     With --gate, the cells are generated in every named precision and compared with the first one. Exact prompt match,
     PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
-    is 0 if every candidate passes and 3 if one fails.
+    is 0 if every candidate passes and 3 if one fails. Exact prompt match is only measured for images of the embedded
+    model; --gate-exact with another model is an error.
 
     With --search, a sampler is learned for every number of --steps: timesteps and coefficients are chosen so that
     images come close to converged ones at one guidance scale. Training, validation and test prompts differ. DIR
     receives MODEL-STEPS.json for each. A server with --sampler-dir DIR runs it for requests with the sampler
-    learned:MODEL-STEPS. The needed memory is stated first.
+    learned:MODEL-STEPS. The needed memory is stated first, before weights are loaded.
 
     Example: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
@@ -157,16 +190,19 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output, axes=tuple(axes or ()), detect=detect,
         until_decided=until_decided, max_images=max_images, max_minutes=max_minutes, previous=previous,
-        plan_only=plan_only,
+        plan_only=plan_only, measures=tuple(measures or ()), export_layout=export_layout,
     )  # fmt: skip
     if not until_decided and max_minutes is not None:
         raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
+    if (search or gate is not None) and (measures or export_layout is not None):
+        raise InvalidRequest("--measures and --export-layout are for sweeps; leave them out with --search and --gate.")
     if search:
         from diffserve.cli.sampler_search import run as run_search
 
-        if gate or samplers or seeds is not None or axes or detect or until_decided or previous or plan_only:
+        if gate or samplers or seeds is not None or axes or detect or until_decided or previous:
             raise InvalidRequest(
-                "--search takes --steps, --guidance, --prompts and --seed; leave out other options of a sweep or gate."
+                "--search takes --steps, --guidance, --prompts, --seed and --plan-only; leave out other options of a "
+                "sweep or gate."
             )
         return run_search(options, settings)
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}

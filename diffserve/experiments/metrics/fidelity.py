@@ -18,6 +18,7 @@ def latent_rmse(latents: NDArray[np.float32], other: NDArray[np.float32]) -> flo
 
 def psnr_db(image: NDArray[np.generic], other: NDArray[np.generic], *, peak: float = 255.0) -> float:
     """Compute the PSNR of two images of the same shape in decibels, at most ``BEST_PSNR_DB``."""
+    # not torchmetrics, whose values are the same: the page computes PSNR in a process without torch
     squared = _mean_squared(image, other)
     return BEST_PSNR_DB if squared == 0 else min(BEST_PSNR_DB, 10 * float(np.log10(peak**2 / squared)))
 

@@ -90,7 +90,7 @@ class Memory(NamedTuple):
     Attributes:
         weights: The UNet.
         activations: Activations of one evaluation that the gradient needs, for a whole batch.
-        free: Free memory of the device; ``None`` if unknown.
+        free: Memory of the device that is free in addition to the weights; ``None`` if unknown.
     """
 
     weights: int
@@ -98,8 +98,14 @@ class Memory(NamedTuple):
     free: int | None
 
     @classmethod
-    def of(cls, model: DiffusionModel, batch: int) -> Memory:
-        """Compute the memory of a search by a dry run on empty tensors."""
+    def of(cls, model: DiffusionModel, batch: int, device: torch.device | None = None) -> Memory:
+        """Compute the memory of a search by a dry run on empty tensors.
+
+        Args:
+            model: The model; on the meta device it has no weights yet.
+            batch: Images per gradient step.
+            device: Device that a model on the meta device will be loaded on.
+        """
         twin = meta_copy(model)
         width_px, height_px = model.native_size
         bytes_by_storage: dict[int, int] = {}
@@ -117,7 +123,10 @@ class Memory(NamedTuple):
             output = twin.unet.plain(call)
         assert output.requires_grad
         num_bytes = sum(parameter.nbytes for parameter in model.unet.network.parameters())
-        return cls(num_bytes, sum(bytes_by_storage.values()), free_bytes(model.device))
+        free = free_bytes(model.device if device is None else device)
+        if free is not None and device is not None:
+            free = max(0, free - model.info.weights_bytes)
+        return cls(num_bytes, sum(bytes_by_storage.values()), free)
 
     def recomputes(self, num_rows: int) -> bool:
         """Return whether each UNet call is computed again for its gradient."""
@@ -128,7 +137,7 @@ class Memory(NamedTuple):
         recomputes = self.recomputes(num_rows)
         activations = self.activations * (1 if recomputes else num_rows)
         way = "each UNet call is computed again for its gradient" if recomputes else "no call is computed again"
-        free = "" if self.free is None else f"; {self.free / 1e9:.2f} GB are free"
+        free = "" if self.free is None else f"; {self.free / 1e9:.2f} GB are free for them"
         return (
             f"memory for {num_rows} evaluations: {self.weights / 1e9:.2f} GB of UNet weights and "
             f"{activations / 1e9:.2f} GB of activations ({way}){free}"
