@@ -32,6 +32,7 @@ from diffserve.experiments.axes import (
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.power import ASSUMED_DEVIATIONS, DIFFERENCES
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
+from schedulers.learned import is_learned
 
 DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")
 DEFAULT_STEPS = (5, 10, 20, 50, 100)
@@ -92,15 +93,15 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     @property
     def slug(self) -> str:
         """The cell as a part of a file name."""
-        name = f"{self.sampler.replace(' ', '_')}-{self.num_steps}-g{self.guidance_scale:g}"
+        name = re.sub(r"[^\w.-]+", "_", self.sampler) + f"-{self.num_steps}-g{self.guidance_scale:g}"
         name += re.sub(r"[^\w.-]+", "_", write_settings(self.settings).replace(", ", "-"))
         return f"converged-{name}" if self.is_reference else name
 
     @property
     def rows(self) -> int:
         """UNet rows per image: two per evaluation with guidance (a first or last step may need one less)."""
-        sampler = SAMPLERS[self.sampler.split()[0]]
-        return self.num_steps * sampler.evaluations_per_step * (2 if self.guidance_scale > 1 else 1)
+        per_step = 1 if is_learned(self.sampler) else SAMPLERS[self.sampler.split()[0]].evaluations_per_step
+        return self.num_steps * per_step * (2 if self.guidance_scale > 1 else 1)
 
 
 class PlannedImage(msgspec.Struct, frozen=True):

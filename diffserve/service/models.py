@@ -25,8 +25,8 @@ from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
 from diffserve.service.http.openapi import REFS
 from diffserve.service.texts.schemas import Format, SamplingBody, styles
 from diffserve.settings.config import ServeConfig
-from diffserve.settings.quality_profile import QualityPoint
 from diffserve.settings.quality import QUALITIES, quality_points, quality_steps
+from diffserve.settings.quality_profile import QualityPoint
 from diffserve.version import __version__
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS, Sampler, resolve_sampler
 from schedulers.learned import LearnedSampler

@@ -21,7 +21,6 @@ import msgspec
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.api.types import AUTO_SPACING, ModelProfile
 from diffserve.models.profiles import describe_model
-from diffserve.settings.quality_profile import read_profile
 from diffserve.settings.config import (
     DTYPE_ALIASES,
     DTYPES,
@@ -32,6 +31,7 @@ from diffserve.settings.config import (
     TextSettings,
     replace_removed_dtype,
 )
+from diffserve.settings.quality_profile import read_profile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
