@@ -1,7 +1,7 @@
 """Measurements of a calibration, and the choice of a quality profile from them, without torch or an engine.
 
 The cells lie on the front of PSNR to the converged image against seconds. ``max`` is the closest one. ``auto`` is the
-fastest whose exact prompt match is equivalent to that of ``max``, or the knee of the front if prompts cannot be checked.
+fastest whose exact prompt match is equivalent to that of ``max``; for prompts that cannot be checked it is the knee.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _explain(message: str, tables: Any) -> str:
 
 def _lines(profile: QualityProfile) -> Iterator[str]:
     yield f"# What the quality words mean for {profile.model}. Written by diffserve calibrate; do not edit."
-    yield "# seconds: one image alone. psnr_db: to the converged image. exact: share of images that match their prompts."
+    yield "# seconds: one image alone. psnr_db: to the converged image. exact: share of images as their prompts say."
     for name in ("model", "digest", "guidance_scale", "measure", "measured_on"):
         yield f"{name} = {_value(getattr(profile, name))}"
     for table in ("points", "built_in"):
