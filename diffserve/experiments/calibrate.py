@@ -112,10 +112,11 @@ def candidates(engine: Engine, prompt: str) -> list[Cell]:
     ]
     learned = LearnedSamplers.of(info).usable()
     cells += [Cell(name, each.num_rows, scale) for name, each in learned.items() if each.guidance_scale == scale]
-    return [cell for cell in cells if _is_accepted(engine, cell, prompt)]
+    return [cell for cell in cells if is_accepted(engine, cell, prompt)]
 
 
-def _is_accepted(engine: Engine, cell: Cell, prompt: str) -> bool:
+def is_accepted(engine: Engine, cell: Cell, prompt: str) -> bool:
+    """Return whether the model can run ``cell``."""
     try:
         engine.check(request_for(CellPlan.of([cell], [prompt]), cell, (0, 0)))
     except InvalidRequest:

@@ -6,6 +6,7 @@ fastest whose exact prompt match is equivalent to that of ``max``; for prompts t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
@@ -169,15 +170,17 @@ def choose(cells: Iterable[MeasuredCell]) -> dict[str, MeasuredCell]:
     else:
         dot = knee(_dots(line))
         auto = best if dot is None else cast(MeasuredCell, dot.summary)
-    chosen = {"draft": _within(line, DRAFT_SHARE * auto.seconds), "max": best, "auto": auto}
+    fast = [cell for cell in line if cell.seconds <= DRAFT_SHARE * auto.seconds]
+    chosen = {"draft": fast[-1] if fast else line[0], "max": best, "auto": auto}
     for name, share in SHARES.items():
-        chosen[name] = _within(line, auto.seconds ** (1 - share) * best.seconds**share)
+        seconds = auto.seconds ** (1 - share) * best.seconds**share
+        chosen[name] = _nearest(line, seconds)
     return chosen
 
 
-def _within(line: Sequence[MeasuredCell], seconds: float) -> MeasuredCell:
-    """Return the closest cell that takes at most ``seconds``, or the fastest one."""
-    return next((cell for cell in reversed(line) if cell.seconds <= seconds), line[0])
+def _nearest(line: Iterable[MeasuredCell], seconds: float) -> MeasuredCell:
+    """Return the cell whose time has the smallest ratio to ``seconds``."""
+    return min(line, key=lambda cell: abs(math.log(cell.seconds / seconds)))
 
 
 def _points(chosen: dict[str, MeasuredCell]) -> QualityPoints:
