@@ -94,14 +94,14 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     """Yield a table of the points, and how auto compares with max."""
     from diffserve.experiments.calibration import choose
 
-    chosen = choose(calibration.cells)
+    cell_by_word = choose(calibration.cells)
     rows = [("quality", "setting", "seconds", "PSNR", "exact match", "against max")]
-    for name, each in sorted(chosen.items(), key=lambda item: item[1].seconds):
+    for name, each in sorted(cell_by_word.items(), key=lambda item: item[1].seconds):
         rows.append((name, _setting(each), f"{each.seconds:.3f}", f"{each.psnr_db:.1f} dB", *_exact(each)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-    share = chosen["auto"].seconds / chosen["max"].seconds
+    share = cell_by_word["auto"].seconds / cell_by_word["max"].seconds
     yield f"auto takes {100 * share:.0f} % of the time of max"
     yield calibration.measure
 

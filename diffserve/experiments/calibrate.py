@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -216,8 +217,7 @@ def _finalists(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
 
 def _screened(cell: Cell, seconds: float, records: Iterable[ImageRecord]) -> MeasuredCell:
     values = [record.distance.psnr_db for record in records if record.distance is not None]
-    known = [value for value in values if value is not None]
-    return MeasuredCell(cell=cell, seconds=seconds, psnr_db=sum(known) / len(known))
+    return MeasuredCell(cell=cell, seconds=seconds, psnr_db=fmean(value for value in values if value is not None))
 
 
 def _time(

@@ -153,12 +153,12 @@ def front(cells: Iterable[MeasuredCell]) -> list[MeasuredCell]:
 
     Each is closer to the converged image than the one before by at least ``LEAST_GAIN_DB``.
     """
-    chosen: list[MeasuredCell] = []
+    front_cells: list[MeasuredCell] = []
     for dot in pareto_front(_dots(cells), more_is_better=True):
         cell = cast(MeasuredCell, dot.summary)
-        if not chosen or cell.psnr_db >= chosen[-1].psnr_db + LEAST_GAIN_DB:
-            chosen.append(cell)
-    return chosen
+        if not front_cells or cell.psnr_db >= front_cells[-1].psnr_db + LEAST_GAIN_DB:
+            front_cells.append(cell)
+    return front_cells
 
 
 def choose(cells: Iterable[MeasuredCell]) -> dict[str, MeasuredCell]:
@@ -171,11 +171,11 @@ def choose(cells: Iterable[MeasuredCell]) -> dict[str, MeasuredCell]:
         dot = knee(_dots(line))
         auto = best if dot is None else cast(MeasuredCell, dot.summary)
     fast = [cell for cell in line if cell.seconds <= DRAFT_SHARE * auto.seconds]
-    chosen = {"draft": fast[-1] if fast else line[0], "max": best, "auto": auto}
+    cell_by_word = {"draft": fast[-1] if fast else line[0], "max": best, "auto": auto}
     for name, share in SHARES.items():
         seconds = auto.seconds ** (1 - share) * best.seconds**share
-        chosen[name] = _nearest(line, seconds)
-    return chosen
+        cell_by_word[name] = _nearest(line, seconds)
+    return cell_by_word
 
 
 def _nearest(line: Iterable[MeasuredCell], seconds: float) -> MeasuredCell:
@@ -183,8 +183,8 @@ def _nearest(line: Iterable[MeasuredCell], seconds: float) -> MeasuredCell:
     return min(line, key=lambda cell: abs(math.log(cell.seconds / seconds)))
 
 
-def _points(chosen: dict[str, MeasuredCell]) -> QualityPoints:
-    return QualityPoints(**{name: cell.point for name, cell in chosen.items()})
+def _points(cell_by_word: dict[str, MeasuredCell]) -> QualityPoints:
+    return QualityPoints(**{name: cell.point for name, cell in cell_by_word.items()})
 
 
 def _dots(cells: Iterable[MeasuredCell]) -> tuple[ChartDot, ...]:
