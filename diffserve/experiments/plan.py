@@ -100,8 +100,7 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     @property
     def slug(self) -> str:
         """The cell as a part of a file name."""
-        sampler = re.sub(r"[^\w.-]", "_", self.sampler)
-        name = f"{sampler}-{self.num_steps}-g{self.guidance_scale:g}"
+        name = re.sub(r"[^\w.-]+", "_", self.sampler) + f"-{self.num_steps}-g{self.guidance_scale:g}"
         name += re.sub(r"[^\w.-]+", "_", write_settings(self.settings).replace(", ", "-"))
         return f"converged-{name}" if self.is_reference else name
 
