@@ -145,6 +145,11 @@ class _Judge:
         return measure.write(estimate.value)
 
 
+def is_not_behind(judged: Judged, measure: Measure, margin: float) -> bool:
+    """Return whether a difference is better, or certainly worse by less than ``margin`` (non-inferiority)."""
+    return judged.outcome > 0 or _is_within(judged, measure, margin)
+
+
 def _is_within(judged: Judged, measure: Measure, margin: float) -> bool:
     """Return whether an undecided difference is certainly worse by less than ``margin`` (non-inferiority)."""
     low, high = judged.difference.low, judged.difference.high

@@ -37,6 +37,7 @@ from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, EngineKey, Place, SweepPlan, Target
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
+from diffserve.experiments.questions import answer_questions
 from diffserve.experiments.records import ImageRecord, SoloTime
 from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
 from diffserve.experiments.store import DIGEST_DIGITS, Store, write_whole
@@ -106,7 +107,8 @@ def write_report(
     unlike = {key for key, fact in facts.items() if fact.check.wishes is None or fact.setup["size"] != size}
     analysis = analyse(plan, store, drawn, checker, [cell for key in unlike for cell in plan.cells_of(key)])
     summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
-    findings, comparisons = find(analysis), tuple(compare_cells(analysis))
+    findings = (*answer_questions(analysis), *find(analysis))
+    comparisons = tuple(compare_cells(analysis))
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
