@@ -169,11 +169,11 @@ def test_hps_reads_open_clip_and_pads_images(tmp_path: Path, shape: tuple[int, i
     padded[top : top + height, left : left + width] = scaled
     assert np.array_equal(letterbox(pixels, 32), padded)
     inputs = torch.from_numpy((padded / 255 - CLIP_MEAN) / CLIP_STD).permute(2, 0, 1)[None].float()
-    ids = torch.tensor([[49406, 518, 736, 3240, 525, 518, 2368, 49407]])
+    ids = torch.tensor([[49406, 518, 736, 3240, 525, 518, 2368, 256, 49407]])  # as OpenCLIP's tokenizer reads it
     with torch.inference_mode():
         output = model(input_ids=ids, pixel_values=inputs)
     expected = float((output.text_embeds * output.image_embeds).sum())
-    assert load(Measure.HPS_V2, tmp_path).scores["hps_v2"](PROMPT, pixels) == pytest.approx(expected, abs=1e-4)
+    assert load(Measure.HPS_V2, tmp_path).scores["hps_v2"](f"{PROMPT}!", pixels) == pytest.approx(expected, abs=1e-4)
 
 
 def save_image_reward(folder: Path) -> tuple[Any, Any, list[torch.nn.Linear]]:
