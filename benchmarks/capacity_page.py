@@ -58,8 +58,8 @@ The first table has the H200 twice, predicted and measured, because it is the on
   is a quarter of that by its pixels.
 - The measured SDXL calls are those with channels_last weights, while compilers used the GPU; with contiguous
   weights 16 rows take 16.92 instead of 18.1 ms a row.
-- 16 guided images of 20 steps on the H200 take 1.257 images/s (SDXL, plain calls) and 1.569 (compiled), and 32 of SD
-  1.5 take 7.827 (with graphs) and 10.239 (compiled). The rates of this page are higher because a quarter of their
+- 16 guided images of 20 steps on the H200 take 1.257 images/s (SDXL, plain calls) and 1.677 (compiled), and 32 of SD
+  1.5 take 8.204 (with graphs) and 10.407 (compiled). The rates of this page are higher because a quarter of their
   requests is not guided and the decoder's weights are contiguous.
 """
 

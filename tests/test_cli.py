@@ -124,7 +124,10 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
         (["generate", "a fox", "-o", "new/"], "or name an existing folder."),
         (["generate", "a fox", "-n", "2", "-o", "-"], "-o - writes a single image, but -n is 2;"),
-        (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
+        (
+            ["generate", "a fox", "--quality", "ultra"],
+            "--quality is 'ultra'; choose one of draft, standard, fine, max, auto.",
+        ),
         (
             ["generate", "a fox", "--quality", "fine", "--steps", "3"],
             "--quality is fine and --steps 3; both set the steps",

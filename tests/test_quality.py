@@ -12,7 +12,7 @@ from diffserve.service.images.plan import ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import image_capabilities
 from diffserve.settings.layers import load_settings
-from diffserve.settings.quality import QUALITIES, is_quality, quality_steps, steps_of
+from diffserve.settings.quality import SHARES, is_quality, quality_steps, share_of_steps
 from tests.service.test_capabilities import INFO
 
 CONFIG = load_settings(env={}).serve
@@ -31,13 +31,13 @@ def painting(**fields: Any) -> ImagePlan:
 )  # fmt: skip
 def test_a_quality_means_the_same_steps_in_the_api_and_in_the_capabilities(word: str, steps: int) -> None:
     assert is_quality(word)
-    assert steps_of(word, INFO) == steps
+    assert share_of_steps(word, INFO) == steps
     planned = painting(quality=word)
     assert planned.request.diffusion.num_steps == (None if word == "auto" else steps)
     assert (planned.quality, planned.warnings) == (word, ())
     reported = image_capabilities(INFO, CONFIG)["quality_steps"]
     assert reported == quality_steps(INFO)
-    if word in QUALITIES:
+    if word in SHARES:
         assert reported[word] == steps
 
 

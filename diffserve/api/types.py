@@ -577,6 +577,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             ``None`` if the UNet cannot be split.
         lora_dirs: Folders of LoRAs that requests may name: ``lora_dir`` of the profile, and the model's own.
         sampler_dirs: Folders of learned samplers: ``sampler_dir`` of the profile, and the model's own.
+        quality_profile: File with the meaning of the quality words, see :class:`ModelProfile`.
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
@@ -613,6 +614,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     refused_words: dict[str, str] = {}
     lora_dirs: tuple[str, ...] = ()
     sampler_dirs: tuple[str, ...] = ()
+    quality_profile: str = ""
     controlnet_dir: str = ""
     refiner: str = ""
     scorer: str = ""
@@ -690,6 +692,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
         sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
+        quality_profile: TOML file of ``diffserve calibrate`` with the meaning of the quality words, read again at each
+            use; "auto": the shipped file of these weights, if there is one; "": none.
         refiner: Model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory or a
             single file with the same latents and noise, for example the SDXL refiner; "": none.
         scorer: Rates the images of ``best_of``: "checker" (of the embedded model), a directory of a CLIP model or of
@@ -715,6 +719,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_dir: str = ""
     controlnet_dir: str = ""
     sampler_dir: str = ""
+    quality_profile: str = "auto"
     refiner: str = ""
     scorer: str = ""
 

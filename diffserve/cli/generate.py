@@ -32,7 +32,7 @@ from diffserve.models.controlnets import Control, digest_of
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag
-from diffserve.settings.quality import QUALITIES, is_quality, steps_of
+from diffserve.settings.quality import QUALITIES, is_quality, with_quality
 from schedulers.learned import is_learned
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 JPEG_QUALITY = 95
+DEFAULT_SOLVER = ("sampler", "num_steps", "spacing")
+"""Fields of a request that the settings of the model fill."""
+
 ANY_SEED = -1
 """A random seed, as in other programs."""
 
@@ -129,8 +132,10 @@ def _generate(
         info = engine.info
         console.print(f"{info.model_id} on {info.device} in {info.dtype}: {info.choice_reason}", markup=False)
     plan = _plan(order, engine, start)
-    steps = None if order.quality is None else steps_of(order.quality, engine.info)
-    request = _request(order, settings, start, controls, plan=plan, num_steps=steps)
+    request = _request(order, settings, start, controls, plan=plan)
+    request, warnings = with_quality(request, order.quality, engine.info)
+    note(console, *warnings)
+    request = _with_defaults(request, settings)
     with progress_bar(console) as progress:
         lines, num_failed = _paint(engine, request, (plan, start), output, progress)
     world, has_loras = engine.info.world, bool(request.diffusion.loras)
@@ -218,9 +223,8 @@ def _request(
     start: StartPicture | None,
     controls: Controls,
     plan: SizePlan | None,
-    num_steps: int | None = None,
 ) -> types.GenerationRequest:
-    """Build the engine's request.
+    """Build the engine's request; a quality leaves out what it sets.
 
     Args:
         order: The arguments of the command.
@@ -228,7 +232,6 @@ def _request(
         start: Start image and mask.
         controls: ControlNets and their images.
         plan: Size to generate and to deliver. None: a draft at the native size that is only validated.
-        num_steps: Number of steps of a quality preset. None: as in the settings.
     """
     controlnets, images = controls
     width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
@@ -238,14 +241,11 @@ def _request(
         images = fit_controls(controlnets, images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
+    solver: dict[str, Any] = {"sampler": order.sampler}
     if is_learned(order.sampler):
-        solver: dict[str, Any] = {"sampler": order.sampler, "num_steps": order.num_steps}
-    else:
-        solver = {
-            "sampler": defaults.sampler,
-            "num_steps": num_steps or defaults.num_steps,
-            "spacing": defaults.spacing,
-        }
+        solver["num_steps"] = order.num_steps
+    elif order.quality is None:
+        solver = {name: getattr(defaults, name) for name in DEFAULT_SOLVER}
     return types.GenerationRequest(
         prompt=order.prompt,
         negative_prompt=order.negative,
@@ -264,6 +264,15 @@ def _request(
             strength=defaults.strength if order.strength is None else order.strength,
         ),
     )
+
+
+def _with_defaults(request: types.GenerationRequest, settings: Settings) -> types.GenerationRequest:
+    """Fill what neither the options nor a quality set, so that the defaults of a few-step LoRA do not apply."""
+    if is_learned(request.diffusion.sampler):
+        return request
+    unset = [name for name in DEFAULT_SOLVER if getattr(request.diffusion, name) is None]
+    defaults = {name: getattr(settings.model.diffusion, name) for name in unset}
+    return msgspec.structs.replace(request, diffusion=msgspec.structs.replace(request.diffusion, **defaults))
 
 
 def progress_bar(console: Console) -> Progress:

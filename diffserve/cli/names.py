@@ -27,13 +27,11 @@ def run(kind: Kind, settings: Settings) -> int:
     """Print the names that are available on this machine."""
     match kind:
         case "samplers":
-            from diffserve.models.learned_samplers import OWN_SAMPLERS, LearnedSamplers
-            from diffserve.runtime.loading.family import location_of
+            from diffserve.runtime.loading.family import learned_samplers_of
             from schedulers import SAMPLERS
 
             _print({sampler.name: sampler.label for sampler in SAMPLERS.values()})
-            folders = settings.model.sampler_dir, str(location_of(settings.model.path) / OWN_SAMPLERS)
-            learned = LearnedSamplers(filter(None, folders)).usable()
+            learned = learned_samplers_of(settings.model.path, settings.model.sampler_dir).usable()
             _print({name: f"{sampler.num_rows} steps of {sampler.model}" for name, sampler in learned.items()})
         case "models":
             _print({name: "built in" if name.startswith("embedded") else "model settings" for name in PROFILES})

@@ -45,6 +45,7 @@ from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
+from schedulers.learned import is_learned
 
 DEFAULT_MAX_IMAGES = 1024
 
@@ -214,14 +215,17 @@ def plan_of(
     axes = _read_axes(options)
     has_guidance = "guidance" in axes
     profile = settings.model
-    samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
+    samplers: tuple[str, ...] = (profile.sampler,) if gated else DEFAULT_SAMPLERS
     steps = (profile.num_steps,) if gated else DEFAULT_STEPS
     seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
     texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
     looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
     detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
+    if "samplers" in axes:
+        samplers = split_axis(axes.pop("samplers"), "--samplers")
     return SweepPlan(
-        samplers=split_axis(axes.pop("samplers"), "--samplers") if "samplers" in axes else samplers,
+        samplers=samplers,
+        learned=_learned_steps(samplers, settings),
         steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
         guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
         axes={name: read_values(name, text) for name, text in axes.items()},
@@ -233,6 +237,14 @@ def plan_of(
         looks=looks,
         detect=dict(detect),
     )
+
+
+def _learned_steps(samplers: Iterable[str], settings: Settings) -> dict[str, int]:
+    if not any(map(is_learned, samplers)):
+        return {}
+    from diffserve.runtime.loading.family import learned_samplers_of
+
+    return learned_samplers_of(settings.model.path, settings.model.sampler_dir).steps_of(samplers)
 
 
 def axis_text(options: SweepOptions, name: str) -> str | None:

@@ -45,6 +45,28 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     words: tuple[str, ...] = ()
 
 
+class QualityPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that a quality name stands for, and what was measured with them.
+
+    Attributes:
+        sampler: Sampler, optionally with a sigma schedule.
+        num_inference_steps: Number of steps.
+        cache_interval: DeepCache interval; 1 means off.
+        guidance_interval: The part of the steps with guidance.
+        seconds: Seconds of one image alone on the machine that made the profile.
+        psnr_db: Mean PSNR to the converged image.
+        exact: Share of images that show exactly what their prompts say, if it was measured.
+    """
+
+    sampler: str
+    num_inference_steps: int
+    cache_interval: int = 1
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    seconds: float
+    psnr_db: float
+    exact: float | None = None
+
+
 class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities and defaults of an image model.
 
@@ -60,6 +82,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
             and resized.
         max_side_px: Longest side that a request may use.
         quality_steps: Recommended step counts by quality name, the fewest first.
+        quality_points: Measured settings by quality name, if the model has a quality profile.
         default_sampler: Sampler of requests that name none.
         default_sigma_schedule: Sigma schedule that goes with ``default_sampler``.
         default_num_steps: Steps of requests that give no number.
@@ -91,6 +114,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     min_side_px: int
     max_side_px: int
     quality_steps: dict[str, int]
+    quality_points: dict[str, QualityPoint] = {}
     default_sampler: str
     default_sigma_schedule: str | None = None
     default_num_steps: int

@@ -81,7 +81,7 @@ class ImageFields(TypedDict, total=False):
         prompt_syntax: "a1111" reads brackets as prompt weights; "plain" reads them as text.
         n: Number of images.
         size: WIDTHxHEIGHT in pixels, or "auto".
-        quality: A quality name, which selects the number of steps.
+        quality: A quality name, which selects sampler and steps unless they are given.
         seed: Seed of the first image; the next images add 1. By default random; the answer has it.
         sampler: Name of the sampler.
         sigma_schedule: Name of the sigma schedule.

@@ -105,16 +105,20 @@ def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bo
 
 
 def time_alone(
-    engine: Engine, plan: SweepPlan, cells: Sequence[Cell], on_timed: Callable[[Cell], None]
+    engine: Engine,
+    plan: SweepPlan,
+    cells: Sequence[Cell],
+    on_timed: Callable[[Cell], None],
+    num_rounds: int = TIMED_ROUNDS,
 ) -> dict[Cell, SoloTime]:
-    """Generate the first image of each of ``cells`` alone, in ``TIMED_ROUNDS`` rounds over them, and return its times.
+    """Generate the first image of each of ``cells`` alone, in ``num_rounds`` rounds over them, and return its times.
 
     A warm-up image fills caches and is not timed. ``on_timed`` is called after each timed image.
     """
     place = plan.places[0]
     engine.generate(request_for(plan, min(cells, key=lambda cell: cell.rows), place))
     step_ms, image_s = defaultdict[Cell, list[float]](list), defaultdict[Cell, list[float]](list)
-    for _ in range(TIMED_ROUNDS):
+    for _ in range(num_rounds):
         for cell in cells:
             timings = engine.generate(request_for(plan, cell, place))[0].timings
             step_ms[cell].append(1000 * timings.step_s)

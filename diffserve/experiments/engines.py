@@ -12,6 +12,7 @@ from diffserve.experiments.axes import write_settings
 from diffserve.experiments.engine_generator import request_for
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import EngineKey, SweepPlan
+from diffserve.models.learned_samplers import LearnedSamplers
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -50,6 +51,9 @@ class EngineFacts:
             "is_deterministic": engine.is_deterministic,
             "is_checked": check.wishes is not None,
         }
+        samplers = LearnedSamplers.of(info)
+        if plan.learned:
+            setup["learned"] = {sampler: samplers.find(sampler).digest for sampler in sorted(plan.learned)}
         return cls(
             setup=setup,
             check=check,

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED
@@ -34,6 +35,7 @@ from diffserve.experiments.axes import (
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.power import DETECTABLE, DIFFERENCES
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
+from schedulers.learned import is_learned
 
 DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")
 DEFAULT_STEPS = (5, 10, 20, 50, 100)
@@ -65,7 +67,7 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     """One combination of settings.
 
     Attributes:
-        sampler: Canonical name, with an optional sigma schedule.
+        sampler: Canonical name, with an optional sigma schedule, or the name of a learned sampler.
         num_steps: Denoising steps.
         guidance_scale: Guidance scale.
         is_reference: Whether its images are the converged ones.
@@ -81,7 +83,8 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     @property
     def label(self) -> str:
         """Display name made of sampler, steps and settings."""
-        name = f"{self.sampler} {self.num_steps}{write_settings(self.settings)}"
+        steps = "" if is_learned(self.sampler) else f" {self.num_steps}"
+        name = f"{self.sampler}{steps}{write_settings(self.settings)}"
         return f"{name} (converged)" if self.is_reference else name
 
     @property
@@ -97,15 +100,15 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     @property
     def slug(self) -> str:
         """The cell as a part of a file name."""
-        name = f"{self.sampler.replace(' ', '_')}-{self.num_steps}-g{self.guidance_scale:g}"
+        name = re.sub(r"[^\w.-]+", "_", self.sampler) + f"-{self.num_steps}-g{self.guidance_scale:g}"
         name += re.sub(r"[^\w.-]+", "_", write_settings(self.settings).replace(", ", "-"))
         return f"converged-{name}" if self.is_reference else name
 
     @property
     def rows(self) -> int:
         """UNet rows per image: two per evaluation with guidance (a first or last step may need one less)."""
-        sampler = SAMPLERS[self.sampler.split()[0]]
-        return self.num_steps * sampler.evaluations_per_step * (2 if self.guidance_scale > 1 else 1)
+        per_step = 1 if is_learned(self.sampler) else SAMPLERS[self.sampler.split()[0]].evaluations_per_step
+        return self.num_steps * per_step * (2 if self.guidance_scale > 1 else 1)
 
 
 class PlannedImage(msgspec.Struct, frozen=True):
@@ -141,6 +144,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             verdicts are decided gets no more images. Empty: all seeds, and one look.
         detect: Differences of interest by the name of the measure. They decide when a verdict is open, and a
             difference that is certainly smaller counts as equivalence.
+        learned: Steps of each learned sampler in ``samplers``; it has one cell with these, whatever ``steps`` says.
 
     Raises:
         InvalidRequest: An axis is empty or too long, a value is out of range, or a sampler is unknown.
@@ -157,6 +161,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reference_steps: int | None = REFERENCE_STEPS
     looks: tuple[int, ...] = ()
     detect: dict[str, float] = msgspec.field(default_factory=lambda: dict(DIFFERENCES))
+    learned: dict[str, int] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("samplers", "steps", "guidance", "prompts"):
@@ -176,7 +181,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.reference_steps is not None:
             _check_range("reference_steps", self.reference_steps, 1, None)
         for text in sorted(samplers):
-            canonical_sampler(text)
+            self._canonical(text)
         for num_steps, scale in product(sorted(steps), sorted(guidance | set(self.model_guidance.values()))):
             DiffusionParams(num_steps=num_steps, guidance_scale=scale)
         for prompt in sorted(set(self.prompts)):
@@ -185,13 +190,24 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def cells(self) -> tuple[Cell, ...]:
         """Distinct cells ordered by steps, with all samplers of one step count next to each other."""
-        names = [canonical_sampler(text) for text in dict.fromkeys(self.samplers)]
+        names = [self._canonical(text) for text in dict.fromkeys(self.samplers)]
         combinations = product(sorted(set(self.steps)), dict.fromkeys(self.guidance), self._settings, names)
-        cells = (
-            Cell(name, steps, self._scale(settings, scale), settings=settings)
+        cells = dict.fromkeys(
+            Cell(name, self.learned.get(name, steps), self._scale(settings, scale), settings=settings)
             for steps, scale, settings, name in combinations
         )
-        return tuple(dict.fromkeys(cells))
+        return tuple(sorted(cells, key=lambda cell: cell.num_steps))
+
+    def _canonical(self, text: str) -> str:
+        if is_learned(text) and text not in self.learned:
+            message = f"sampler is {quote(text)}, a learned sampler whose steps are missing in learned."
+            raise InvalidRequest(message, param="samplers")
+        return text if is_learned(text) else canonical_sampler(text)
+
+    @property
+    def step_counts(self) -> tuple[int, ...]:
+        """Step counts of the cells, in ascending order."""
+        return tuple(dict.fromkeys(cell.num_steps for cell in self.cells))
 
     def _scale(self, settings: Settings, scale: float) -> float:
         """Return the guidance scale of the model in ``settings`` if it has one of its own, otherwise ``scale``."""
@@ -219,9 +235,11 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         The baseline has the first sampler, guidance scale or value of an axis, or the most steps.
         """
-        first, max_steps = self.cells[0], max(self.steps)
+        cells = dict.fromkeys(self.cells)
+        first = replace(self.cells[0], sampler=self._canonical(self.samplers[0]))
+        max_steps = max(cell.num_steps for cell in cells)
         pairs = []
-        for cell in self.cells:
+        for cell in cells:
             changes: list[dict[str, Any]] = [
                 {"sampler": first.sampler},
                 {"num_steps": max_steps},
@@ -231,8 +249,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 settings = (*cell.settings[:index], setting, *cell.settings[index + 1 :])
                 changes.append({"settings": settings, "guidance_scale": self._scale(settings, cell.guidance_scale)})
             for change in changes:
-                baseline = msgspec.structs.replace(cell, **change)
-                pairs += [(cell, baseline)] if baseline != cell else []
+                baseline = replace(cell, **change)
+                pairs += [(cell, baseline)] if baseline != cell and baseline in cells else []
         return tuple(pairs)
 
     @property
@@ -301,7 +319,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         waves = [
             self.references,
-            *([cell for cell in self.cells if cell.num_steps == n] for n in sorted(set(self.steps))),
+            *([cell for cell in self.cells if cell.num_steps == n] for n in self.step_counts),
         ]
         for wave in waves:
             for place in self.places:
@@ -317,7 +335,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             InvalidRequest: A step count exceeds the model's training timesteps.
         """
-        for name, steps in (("steps", max(self.steps)), ("reference_steps", self.reference_steps or 0)):
+        for name, steps in (("steps", max(self.step_counts)), ("reference_steps", self.reference_steps or 0)):
             if steps > info.train_timesteps:
                 raise InvalidRequest(
                     f"{name} has {steps}; {info.model_id} was trained with {info.train_timesteps} timesteps, so "

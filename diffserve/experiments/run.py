@@ -55,6 +55,7 @@ from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDo
 from diffserve.experiments.report import RESULTS, SweepReport, read_deviations, write_report
 from diffserve.experiments.store import MEASURES, Store, refuse_folder, refuse_other_sweep
 from diffserve.experiments.verdicts import Comparison, is_comparable, open_comparisons
+from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.settings.layers import load_settings
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
@@ -114,7 +115,7 @@ def sweep(
         model: A model for ``Engine.from_pretrained``, or an engine that is not used elsewhere during the sweep. With
             models in ``axes`` it is not used.
         folder: Output folder.
-        samplers: Sampler names.
+        samplers: Sampler names; a learned one has one cell with its own steps.
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
         axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``; also of ``model`` (names or
@@ -131,9 +132,11 @@ def sweep(
         InvalidRequest: An argument or the folder is invalid; raised before anything is generated or written.
     """
     from diffserve.engine import Engine
+    from diffserve.runtime.loading.family import learned_samplers_of
 
     texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
+    known = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
     values = {name: tuple(axis) for name, axis in (axes or {}).items()}
     paths = read_models(",".join(map(str, values[MODEL]))) if MODEL in values else {}
     values |= {MODEL: tuple(paths)} if paths else {}
@@ -146,6 +149,7 @@ def sweep(
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
+        learned=known.steps_of(samplers),
     )
     folders = read_measures(f"{name}={path}" for name, path in measures.items())
     refuse_early(plan, Path(folder), folders, export)

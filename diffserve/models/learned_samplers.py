@@ -59,6 +59,14 @@ class LearnedSamplers:
                 continue
         return found
 
+    def steps_of(self, samplers: Iterable[str]) -> dict[str, int]:
+        """Return the steps of the learned samplers among ``samplers``, which are names in requests.
+
+        Raises:
+            InvalidRequest: A learned sampler cannot be used.
+        """
+        return {sampler: self.find(sampler).sampler.num_rows for sampler in samplers if is_learned(sampler)}
+
     def find(self, sampler: str) -> LearnedFile:
         """Return the learned sampler with the name ``sampler`` in requests.
 

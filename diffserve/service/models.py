@@ -25,7 +25,8 @@ from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
 from diffserve.service.http.openapi import REFS
 from diffserve.service.texts.schemas import Format, SamplingBody, styles
 from diffserve.settings.config import ServeConfig
-from diffserve.settings.quality import QUALITIES, quality_steps
+from diffserve.settings.quality import QUALITIES, quality_points, quality_steps
+from diffserve.settings.quality_profile import QualityPoint
 from diffserve.version import __version__
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS, Sampler, resolve_sampler
 from schedulers.learned import LearnedSampler
@@ -202,6 +203,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "min_side_px": config.min_size_px,
         "max_side_px": config.max_size_px,
         "quality_steps": quality_steps(info),
+        "quality_points": {name: _point(point) for name, point in quality_points(info).items()},
         "default_sampler": sampler,
         "default_sigma_schedule": sigma_schedule,
         "default_num_steps": info.default_num_steps,
@@ -250,6 +252,11 @@ def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
 def _sampler(sampler: Sampler) -> dict[str, Any]:
     fields = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
     return fields | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}
+
+
+def _point(point: QualityPoint) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(point)
+    return {"num_inference_steps": fields.pop("num_steps"), **fields}
 
 
 def _learned(sampler: LearnedSampler) -> dict[str, Any]:

@@ -31,11 +31,15 @@ from diffserve.settings.config import (
     TextSettings,
     replace_removed_dtype,
 )
+from diffserve.settings.quality_profile import read_profile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 OVERLAYS = ("edge",)
 """Built-in files for ``--config`` that set some keys and combine with any model."""
+
+AUTO_PROFILE: Final = "auto"
+"""Value of ``quality_profile`` for the shipped file of the model."""
 
 ENV_PREFIX = "DIFFSERVE_"
 NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
@@ -109,6 +113,22 @@ def configs_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     shipped = package / "configs"
     return shipped if shipped.is_dir() else package.parent / "configs"
+
+
+def profile_path(setting: str, model_id: str) -> Path | None:
+    """Return the quality profile of a model.
+
+    Args:
+        setting: The configured file; "auto": the one in ``configs/quality`` with the name of the model, "": none.
+        model_id: Name of the model.
+
+    Returns:
+        The file, which may be missing if it is configured; None: there is none.
+    """
+    if setting != AUTO_PROFILE:
+        return Path(setting).expanduser() if setting else None
+    shipped = configs_dir() / "quality" / f"{Path(model_id).name}.toml"
+    return shipped if shipped.is_file() else None
 
 
 def load_settings(
@@ -297,6 +317,12 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
         folder = getattr(model, key)
         if folder and not Path(folder).expanduser().is_dir():
             raise problem(key, f"{key} is {folder!r}; there is no such folder.")
+    path = profile_path(model.quality_profile, model.model_id)
+    if path is not None:
+        try:
+            read_profile(path)
+        except ConfigError as error:
+            raise problem("quality_profile", error.message) from None
     sides = [side for size in model.good_sizes for side in size]
     if min(sides, default=1) < 1:
         raise problem("good_sizes", f"good_sizes has a side of {min(sides)} px; every side must be 1 px or more.")

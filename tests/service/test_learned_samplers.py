@@ -30,8 +30,8 @@ def info(tmp_path: Path) -> object:
 
 def test_a_quality_preset_does_not_set_the_steps_of_a_learned_sampler() -> None:
     body = GenerateBody(prompt="a fox", sampler=NAME)
-    assert diffusion_of(body, 20, ()).num_steps is None
-    assert diffusion_of(body.model_copy(update={"steps": 4}), 20, ()).num_steps == 4
+    assert diffusion_of(body, ()).num_steps is None
+    assert diffusion_of(body.model_copy(update={"steps": 4}), ()).num_steps == 4
 
 
 def test_lists_name_samplers_of_the_model_only(info: object) -> None:

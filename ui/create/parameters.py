@@ -170,6 +170,9 @@ def order_of(
         "model": (form.model or "").strip() or None,
         **{name: read_typed(name, form.typed.get(name), image) for name in TYPED},
     }
+    if image.quality_points and _leaves_steps(form, image):  # the server resolves the quality
+        del fields["num_inference_steps"]
+        optional_fields["quality"] = form.quality or None
     fields |= cast(StreamedImageFields, {name: value for name, value in optional_fields.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
 
@@ -259,7 +262,8 @@ def infotext_of(data: bytes, reader: ImageReader = images) -> str:
 def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     """Return the form that reproduces the image with the parameters ``infotext``.
 
-    Steps and size become a quality and an aspect if those of the model are equal, else the values of their fields.
+    Steps and size become a quality and an aspect if those of the model are equal, else the values of their fields. With
+    a quality profile steps always become the value of their field, because a quality is more than a number of steps.
     Omitted are an unknown spacing, fields that the model refuses, and the similarity threshold of an image that was
     generated from noise.
 
@@ -269,7 +273,8 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     """
     read = parse_infotext(infotext)
     fields = read.fields
-    counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}
+    has_counts = image is not None and not image.quality_points
+    counts = {name: str(count) for name, count in image.quality_steps.items()} if image and has_counts else {}
     sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
     quality, steps = _match_name(fields.get("Steps"), Form(prompt=None).quality, counts)
     aspect, size = _match_name(fields.get("Size"), Form(prompt=None).aspect, sizes)
@@ -355,6 +360,11 @@ def _match_name(value: str | None, default: str | None, meant: Mapping[str, str]
         return default, None
     matched_name = next((name for name, meaning in meant.items() if meaning == value.strip()), None)
     return matched_name, None if matched_name else value
+
+
+def _leaves_steps(form: Form, image: ImageCapabilities) -> bool:
+    sampler = image.sampler((form.sampler or "").strip())
+    return not (form.steps or "").strip() and (sampler is None or sampler.num_steps is None)
 
 
 def _steps(form: Form, image: ImageCapabilities) -> int:

@@ -55,7 +55,7 @@ def generate(
     ] = None,
     quality: Annotated[
         str | None,
-        typer.Option("--quality", help="Step count preset: draft, standard or fine.", autocompletion=complete_quality),
+        typer.Option("--quality", help="Quality: draft, standard, fine, max or auto.", autocompletion=complete_quality),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Number of denoising steps.")] = None,
     sampler: Annotated[

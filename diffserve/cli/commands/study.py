@@ -22,7 +22,8 @@ def sweep(
         str | None,
         typer.Option(
             "--samplers",
-            help="Samplers, comma-separated (default ddpm,ddim,dpmpp_2m; with --gate the model's sampler).",
+            help="Samplers, comma-separated, also learned:NAME with its own steps (default ddpm,ddim,dpmpp_2m; with "
+            "--gate the model's sampler).",
             metavar="NAMES",
         ),
     ] = None,
@@ -217,6 +218,44 @@ def sweep(
             "--gate-exact, --gate-psnr and --gate-frechet need --gate; add --gate REFERENCE:CANDIDATES."
         )
     return run(options, settings)
+
+
+@with_settings("model", "config", "sampler_dir", "device", *COMPONENTS)
+def calibrate(
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Profile to write (default configs/quality/MODEL.toml).", metavar="FILE"),
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="Time budget.", metavar="MINUTES")] = 10.0,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            "--prompts",
+            help="Largest number of held-out captions of the embedded model, or a text file with one prompt per line.",
+            metavar="N|FILE",
+        ),
+    ] = "96",
+    seeds: Annotated[int, typer.Option("--seeds", help="Images per prompt of the exact match.", metavar="N")] = 3,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing profile.")] = False,
+    settings: SettingsOptions,
+) -> int:
+    """Measure quality against time on this machine, and write what the quality words mean for a model.
+
+    Samplers, step counts, DeepCache, guidance intervals and the learned samplers of the model are timed and compared
+    with converged images. max is the closest setting. auto is the fastest whose exact prompt match is equivalent to
+    that of max within 5 points, or for prompts that cannot be checked the knee of the front of PSNR against seconds.
+    draft, standard and fine are points of the same front.
+
+    FILE is a quality profile: requests to a model with these weights that give a quality, and neither sampler nor
+    steps, run at its point. FILE with the ending .json has all measurements. The command takes about --minutes, and
+    longer if they do not suffice for 4 prompts.
+
+    Example: diffserve calibrate --model embedded --minutes 10 -o embedded.toml
+    """
+    from diffserve.cli.calibrate import run
+
+    return run(settings, output=output, minutes=minutes, prompts=prompts, num_seeds=seeds, overwrite=overwrite)
 
 
 def verify(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.api.types import AUTO_SPACING, ModelProfile
+from diffserve.models.learned_samplers import OWN_SAMPLERS, LearnedSamplers
 from diffserve.models.model_files import model_path, read_json
 from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.loading.checkpoint import Checkpoint
@@ -31,6 +32,11 @@ DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (2
 def location_of(path: str | Path) -> Path:
     """Return the location of the model ``path``: a built-in one, or a place on disk, which need not exist."""
     return BUILT_IN.get(str(path)) or model_path(path)
+
+
+def learned_samplers_of(path: str | Path, sampler_dir: str = "") -> LearnedSamplers:
+    """Return the learned samplers of a model that is not loaded; whether they fit its weights is not known yet."""
+    return LearnedSamplers(filter(None, (sampler_dir, str(location_of(path) / OWN_SAMPLERS))))
 
 
 def detect_family(unet_config: Any) -> str:

@@ -54,12 +54,11 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
 """Fields of a body that are copied unchanged."""
 
 
-def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Picture, ...]) -> DiffusionParams:
+def diffusion_of(body: GenerateBody, images: tuple[Picture, ...]) -> DiffusionParams:
     """Return the diffusion parameters of ``body``.
 
     Args:
         body: The body of the request.
-        quality_steps: Number of steps if the body has none; a learned sampler has its own.
         images: Control images, one for each ControlNet of the body.
 
     Raises:
@@ -87,7 +86,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
     _check_listed("spacing", body.spacing, SPACINGS)
     return DiffusionParams(
         sampler=sampler,
-        num_steps=_one_of(body, "num_inference_steps", "steps") or (None if is_learned(sampler) else quality_steps),
+        num_steps=_one_of(body, "num_inference_steps", "steps"),
         guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
         sigma_schedule=schedule,
         micro_conditioning=_sizes(body),

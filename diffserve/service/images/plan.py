@@ -34,7 +34,7 @@ from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.settings.config import ServeConfig
-from diffserve.settings.quality import AUTO, QUALITIES, is_quality, steps_of
+from diffserve.settings.quality import AUTO, QUALITIES, is_quality, with_quality
 
 NO_MARKS = Marks()
 PREVIEWS_WITHHELD = "previews are withheld: the safety filter of this server judges finished images only."
@@ -170,12 +170,12 @@ def plan_images(
         sentences += start.warnings
     if size.warning is not None:
         sentences.append(size.warning)
-    quality = _quality(body, sentences)
+    quality = None if body.quality is None else _quality(body.quality, sentences)
     if body.partial_images and not body.stream:
         sentences.append("partial_images has no effect without stream.")
     sentences += body.warnings
     control_images = _control_images(body, reader)
-    diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), control_images)
+    diffusion = diffusion_of(body, control_images)
     generated_size = size.paint_width_px, size.paint_height_px
     init, mask = None, None
     if start is not None:
@@ -205,6 +205,8 @@ def plan_images(
         client=client,
         share=share,
     )
+    request, quality_warnings = with_quality(request, quality, info)
+    sentences += quality_warnings
     if preview_every is None:
         has_previews = body.stream and body.partial_images
         preview_every = _preview_every(request, info, body.partial_images or 0) if has_previews else 0
@@ -219,7 +221,7 @@ def plan_images(
         size=size,
         image_format=body.output_format or "png",
         compression=100 if body.output_compression is None else body.output_compression,
-        quality=quality,
+        quality=quality or AUTO,
         safety_identifier=body.safety_identifier or body.user,
         warnings=tuple(sentences),
         is_stream=bool(body.stream),
@@ -291,8 +293,7 @@ def _control_images(body: GenerateBody, reader: ImageReader) -> tuple[Picture, .
     return tuple(reader.decode_image(image_bytes(image, name), name=name) for image, name in named_images)
 
 
-def _quality(body: GenerateBody, warnings: list[str]) -> str:
-    quality = body.quality or AUTO
+def _quality(quality: str, warnings: list[str]) -> str:
     if is_quality(quality):
         return quality
     warnings.append(f"quality {show(quality)} is unknown, so auto was used; choose from {', '.join(QUALITIES)}.")

@@ -55,7 +55,7 @@ Syntax = Annotated[
 Seed = Annotated[
     int, Field(ge=-1, le=MAX_SEED, description="Seed of the first image; -1 or null: random. The response contains it.")
 ]
-HOW_MANY: Final = "draft, standard or fine (low, medium, high): sets the number of steps if steps is not given."
+HOW_MANY: Final = "draft, standard, fine, max or auto (low, medium, high): sampler and steps, unless they are given."
 Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
 FOR_AN_HOUR: Final = "url: a URL that is valid for an hour; the default of dall-e-2 and dall-e-3."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]

@@ -1,0 +1,255 @@
+"""Measures the front of quality against time of a model with an engine, within a time budget.
+
+1. One image of every candidate is generated alone and timed.
+2. Candidates and converged images are generated for a few prompts, which gives the PSNR of each candidate.
+3. The cells of the front, with and without learned samplers, are timed again in several rounds.
+4. If the prompts can be checked, these cells generate further prompts with several seeds for their exact match.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.experiments import provenance
+from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import Settings
+from diffserve.experiments.calibration import Calibration, CellPlan, MeasuredCell, front
+from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.generation import complete, generate_measured
+from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.plan import REFERENCE_STEPS, Cell, Place, canonical_sampler
+from diffserve.experiments.power import DIFFERENCES
+from diffserve.experiments.records import FinishedImage, GenerationEvent, ImageRecord, StoredImage
+from diffserve.experiments.verdicts import LEAST_SEEDS, compare_cells
+from diffserve.models.learned_samplers import LearnedSamplers
+from diffserve.version import __version__
+from schedulers import SAMPLERS
+from schedulers.learned import is_learned
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
+
+CANDIDATES: Final = ("ddim", "dpmpp_2m", "dpmpp_2m karras", "unipc")
+"""Samplers without fresh noise; samplers with it do not approach the converged image of the same noise."""
+
+STEPS: Final = (4, 6, 8, 12, 18, 27, 40)
+SAVING_SAMPLERS: Final = ("dpmpp_2m", "unipc")
+SAVINGS: Final[tuple[Settings, ...]] = ((("cache_interval", 2),), (("guidance_interval", "0-0.7"),))
+LEAST_SAVING_STEPS: Final = 8
+"""Savings are tried from this number of steps on; with fewer, steps are the better saving."""
+
+FEW_STEPS: Final = 8
+"""Models with at most this number of default steps were distilled and have no converged image."""
+
+SCREENED_AT_ONCE: Final = 4
+MAX_SCREENED: Final = 16
+SCREEN_SHARE: Final = 0.35
+"""Part of the budget after which screening ends if exact match is measured, too."""
+
+TIMED_ROUNDS: Final = 7
+PROMPTS_AT_ONCE: Final = 4
+MARGIN: Final = DIFFERENCES[Measure.EXACT.value]
+
+
+@dataclass
+class _Images:
+    """Records by cell and place, and converged images, in memory."""
+
+    by_cell: defaultdict[Cell, dict[Place, ImageRecord]] = field(default_factory=lambda: defaultdict(dict))
+    converged: dict[tuple[Cell, Place], StoredImage] = field(default_factory=dict)
+
+    def save(self, finished: FinishedImage) -> None:
+        """Keep a converged image."""
+        if finished.image.cell.is_reference:
+            key = finished.image.cell, finished.image.place
+            self.converged[key] = StoredImage(finished.pixels, finished.latents)
+
+    def load(self, cell: Cell, place: Place) -> StoredImage | None:
+        """Return a converged image."""
+        return self.converged.get((cell, place))
+
+    def records(self, cell: Cell) -> Mapping[Place, ImageRecord]:
+        """Return the records of a cell."""
+        return self.by_cell[cell]
+
+    def add(self, cell: Cell, record: ImageRecord) -> None:
+        """Keep a record."""
+        self.by_cell[cell][record.place] = record
+
+
+def candidates(engine: Engine, prompt: str) -> list[Cell]:
+    """Return the cells to try: those that the model accepts, and its learned samplers.
+
+    Raises:
+        InvalidRequest: The model was distilled for few steps.
+    """
+    info = engine.info
+    default = canonical_sampler(info.default_sampler)
+    if info.default_num_steps <= FEW_STEPS:
+        raise InvalidRequest(
+            f"{info.model_id} uses {info.default_num_steps} steps by default; a few-step model has no converged images "
+            "to compare with, so its quality words keep shares of these steps.",
+            param="model",
+        )
+    scale = info.default_guidance_scale
+    names = CANDIDATES if SAMPLERS[default.split()[0]].stochastic else tuple(dict.fromkeys((*CANDIDATES, default)))
+    cells = [Cell(name, steps, scale) for steps in STEPS for name in names]
+    cells += [
+        Cell(name, steps, scale, settings=settings)
+        for settings in SAVINGS
+        if settings[0][0] != "guidance_interval" or scale > 1
+        for steps in STEPS
+        if steps >= LEAST_SAVING_STEPS
+        for name in SAVING_SAMPLERS
+    ]
+    learned = LearnedSamplers.of(info).usable()
+    cells += [Cell(name, each.num_rows, scale) for name, each in learned.items() if each.guidance_scale == scale]
+    return [cell for cell in cells if is_accepted(engine, cell, prompt)]
+
+
+def is_accepted(engine: Engine, cell: Cell, prompt: str) -> bool:
+    """Return whether the model can run ``cell``."""
+    try:
+        engine.check(request_for(CellPlan.of([cell], [prompt]), cell, (0, 0)))
+    except InvalidRequest:
+        return False
+    return True
+
+
+def calibrate(
+    engine: Engine,
+    prompts: Sequence[str],
+    *,
+    minutes: float,
+    num_seeds: int = LEAST_SEEDS,
+    first_seed: int = 0,
+    cells: Sequence[Cell] | None = None,
+    reference_steps: int = REFERENCE_STEPS,
+    on_note: Callable[[str], None] = lambda _: None,
+    on_event: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Measure candidates for about ``minutes`` and return what their quality profile follows from.
+
+    Args:
+        engine: The engine, not used elsewhere meanwhile.
+        prompts: Prompts; the budget may not suffice for all of them.
+        minutes: Budget. At least ``SCREENED_AT_ONCE`` prompts are screened and ``PROMPTS_AT_ONCE`` are checked.
+        num_seeds: Images per prompt of the exact match.
+        first_seed: Seed of the first image.
+        cells: The cells to try; None: :func:`candidates`.
+        reference_steps: DDIM steps of the converged images.
+        on_note: Called with a sentence after each phase.
+        on_event: Called often; it may raise KeyboardInterrupt.
+
+    Raises:
+        InvalidRequest: The model was distilled for few steps, or fewer than ``LEAST_SEEDS`` seeds are given.
+    """
+    if num_seeds < LEAST_SEEDS:
+        raise InvalidRequest(f"seeds is {num_seeds}; verdicts need at least {LEAST_SEEDS} per prompt.", param="seeds")
+    started_s = time.monotonic()
+    deadline_s = started_s + 60 * minutes
+    cells = candidates(engine, prompts[0]) if cells is None else cells
+    check = PromptCheck(engine.info.family, prompts)
+    engine.warm_up()
+    alone = _time(engine, cells, prompts[0], first_seed, 1, on_event)
+    on_note(f"timed one image of each of {len(cells)} settings")
+    screen_end_s = deadline_s if check.wishes is None else started_s + SCREEN_SHARE * 60 * minutes
+    num_screened = min(len(prompts), len(prompts) if check.wishes is None else MAX_SCREENED)
+    plan = CellPlan.of(
+        cells, prompts[:num_screened], num_seeds=1, first_seed=first_seed, reference_steps=reference_steps
+    )
+    images = _generate(engine, plan, check, SCREENED_AT_ONCE, screen_end_s, on_event)
+    num_screened = len(images.records(cells[0]))
+    screened = [_screened(cell, alone[cell], images.records(cell).values()) for cell in cells]
+    finalists = _finalists(screened)
+    on_note(f"screened them on {num_screened} images; {len(finalists)} are on the front")
+    seconds = _time(engine, [each.cell for each in finalists], prompts[0], first_seed, TIMED_ROUNDS, on_event)
+    timed = [msgspec.structs.replace(each, seconds=seconds[each.cell]) for each in finalists]
+    finalists = _finalists(timed)
+    num_prompts = 0
+    if check.wishes is not None:
+        measured = [each.cell for each in sorted(finalists, key=lambda each: each.psnr_db)]  # the closest is the last
+        plan = CellPlan.of(measured, prompts, num_seeds=num_seeds, first_seed=first_seed, reference_steps=None)
+        images = _generate(engine, plan, check, PROMPTS_AT_ONCE, deadline_s, on_event)
+        num_prompts = len(images.records(measured[0])) // num_seeds
+        analysis = Analysis(plan, {cell: images.records(cell) for cell in measured})
+        comparisons = {each.cell: each for each in compare_cells(analysis, [Measure.EXACT])}
+        finalists = [
+            msgspec.structs.replace(
+                each,
+                exact=analysis.estimate(each.cell, Measure.EXACT),
+                difference=comparisons[each.cell].difference if each.cell in comparisons else None,
+                verdict=comparisons[each.cell].verdict if each.cell in comparisons else "",
+            )
+            for each in finalists
+        ]
+        on_note(f"checked {num_prompts} prompts with {num_seeds} seeds")
+    return Calibration(
+        model=engine.info.model_id,
+        digest=engine.info.digest,
+        guidance_scale=engine.info.default_guidance_scale,
+        measured_on=_measured_on(engine),
+        reference=f"DDIM with {reference_steps} steps",
+        num_screened=num_screened,
+        num_prompts=num_prompts,
+        num_seeds=num_seeds if num_prompts else 1,
+        margin=MARGIN,
+        why_not=check.why_not or "",
+        cells=tuple(finalists),
+        screened=tuple(sorted(screened, key=lambda each: each.seconds)),
+    )
+
+
+def _finalists(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
+    """Return the front of all cells and that of the cells without learned samplers, the fastest first."""
+    fronts = [*front(cells), *front(cell for cell in cells if not is_learned(cell.cell.sampler))]
+    return sorted({each.cell: each for each in fronts}.values(), key=lambda each: each.seconds)
+
+
+def _screened(cell: Cell, seconds: float, records: Iterable[ImageRecord]) -> MeasuredCell:
+    values = [record.distance.psnr_db for record in records if record.distance is not None]
+    return MeasuredCell(cell=cell, seconds=seconds, psnr_db=fmean(value for value in values if value is not None))
+
+
+def _time(
+    engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, num_rounds: int, on_event: Callable[[], None]
+) -> dict[Cell, float]:
+    """Return the median seconds of an image of each cell alone, in rounds over all cells."""
+    plan = CellPlan.of(cells, [prompt], num_seeds=1, first_seed=seed, reference_steps=None)
+    times = time_alone(engine, plan, plan.all_cells, lambda _: on_event(), num_rounds)
+    return {cell: sorted(each.image_s)[len(each.image_s) // 2] for cell, each in times.items()}
+
+
+def _generate(
+    engine: Engine, plan: CellPlan, check: PromptCheck, at_once: int, end_s: float, on_event: Callable[[], None]
+) -> _Images:
+    """Generate all cells of the plan for ``at_once`` prompts at a time, until the monotonic time ``end_s``."""
+    images, measures = _Images(), ImageMeasures(check)
+
+    def note(_: GenerationEvent) -> None:
+        on_event()
+
+    for first in range(0, len(plan.prompts), at_once):
+        if first and time.monotonic() > end_s:
+            break
+        indices = range(first, first + at_once)
+        chunk = [image for image in plan.images() if image.prompt_index in indices]
+        complete(generate_measured(plan, EngineGenerator(engine, plan), measures, images, chunk, note))
+    return images
+
+
+def _measured_on(engine: Engine) -> str:
+    machine, info = provenance.machine(), engine.info
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {info.dtype} on {info.device}, diffserve {__version__}, "
+        f"{provenance.now()}"
+    )
