@@ -47,7 +47,7 @@ def read_measures(texts: Iterable[str]) -> dict[Measure, Path]:
         InvalidRequest: A measure is unknown or given twice, or its folder is missing.
     """
     folders: dict[Measure, Path] = {}
-    for part in (part for text in texts for part in re.split(r",\s*(?=\w+\s*(?:=|,|$))", text)):
+    for part in (part for text in texts for part in re.split(r",\s*(?=\w+\s*=)", text)):
         name, _, folder = (field.strip() for field in part.partition("="))
         measure = next((measure for measure in MODEL_MEASURES if measure.value == name), None)
         if measure is None:

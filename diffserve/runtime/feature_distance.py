@@ -98,9 +98,10 @@ def _load_backbone(directory: Path, kind: str) -> tuple[Any, list[int]]:
     try:
         with hushed("transformers"):
             config = auto_config.from_pretrained(str(directory), **OFFLINE)
-            stages = range(len(config.stage_names))
-            network, loading = auto.from_pretrained(
-                str(directory), out_indices=list(stages), use_safetensors=True, output_loading_info=True, **OFFLINE
+            config.out_indices = list(range(len(config.stage_names)))
+            backbone = type(auto.from_config(config))  # AutoBackbone.from_pretrained asks the hub about the folder
+            network, loading = backbone.from_pretrained(
+                str(directory), config=config, use_safetensors=True, output_loading_info=True, **OFFLINE
             )
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]

@@ -21,7 +21,7 @@ from diffserve.runtime.loading.components import build_clip, load_tokenizer
 from diffserve.runtime.loading.single_file_layout import add_open_clip_tensor, infer_open_clip, open_clip_key
 from diffserve.runtime.loading.weight_loading import TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.text.clip_vocabulary import VOCABULARY_SIZE, clip_tokenizer
+from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
 
 VISUAL: Final = "visual."
 FIRST: Final = "visual.conv1.weight"
@@ -63,7 +63,8 @@ def load_hps(path: str | Path, choice: DeviceChoice) -> ClipScorer:
     side_px = config["vision_config"]["image_size"]
     prepare = Preparation(side_px, (side_px, side_px), int(Image.Resampling.BICUBIC), CLIP_MEAN, CLIP_STD)
     has_own = config["text_config"]["vocab_size"] != VOCABULARY_SIZE
-    tokenizer = load_tokenizer(directory) if has_own else clip_tokenizer(pad="!")
+    # OpenCLIP pads with "!", but a tokenizer with that pad mark would also read it as padding in prompts
+    tokenizer = load_tokenizer(directory) if has_own else clip_tokenizer(pad=END)
     return ClipScorer(files[0].stem, network, tokenizer, prepare, choice.device)
 
 

@@ -97,6 +97,7 @@ def test_precisions_are_compared_with_the_converged_images_of_the_first(
     assert events[-1].rows_done == events[-1].num_rows == PLAN.num_rows
 
 
+@pytest.mark.slow
 def test_a_sweep_of_precisions_is_resumed_and_extended_and_ends_in_the_same_numbers(
     open_tiny: OpenEngine, precisions: tuple[Path, list[SweepProgress]], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_sweep_of_precisions_is_resumed_and_extended_and_ends_in_the_same_numb
     )
 
 
+@pytest.mark.slow
 def test_models_have_converged_images_of_their_own_and_are_not_compared_by_distances_to_them(
     open_tiny: OpenEngine, tmp_path: Path
 ) -> None:
@@ -151,9 +153,10 @@ def test_an_engine_that_refuses_the_plan_is_found_before_another_one_generates(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_open_engine_has_one_precision(open_tiny: OpenEngine, tmp_path: Path) -> None:
+def test_an_open_engine_has_one_precision(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(tiny_model(ONE_LEVEL), dtype="float32", device="cpu")
     with pytest.raises(InvalidRequest, match="cannot be axes of an open engine; give the name of a model"):
-        sweep(open_tiny(()), folder=tmp_path, axes={"precision": ["int8"]}, prompts=["a fox"])
+        sweep(engine, folder=tmp_path, axes={"precision": ["int8"]}, prompts=["a fox"])
 
 
 def run_main(*arguments: object) -> int:
@@ -199,7 +202,7 @@ def test_the_command_compares_models_in_precisions(
     assert run_main("sweep", *axes, *counts, "--device", "cpu", "-o", tmp_path / "out") == 0
     output, error = capsys.readouterr()
     labels = [f"ddim 2, model {model}, precision {name}" for model in ("one", "sd2") for name in ("float32", "int8")]
-    assert [line.partition("  ")[0] for line in output.splitlines()[1:5]] == labels
+    assert [line.strip().partition("  ")[0] for line in output.splitlines()[1:5]] == labels
     assert "4 cells of 2 images plus the converged images: 12 images" in error
     document = (tmp_path / "out" / "report.json").read_text(encoding="utf-8")
     assert str(tiny_model("sd2").parent) not in document, "paths of this machine are not written"

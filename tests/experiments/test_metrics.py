@@ -190,7 +190,7 @@ def test_distances_of_stored_features_are_those_of_torchmetrics_on_images(networ
         for start in range(0, 48, 16):  # streamed
             metric.update(torch.from_numpy(np.stack(reference[start : start + 16])), real=True)
             metric.update(torch.from_numpy(np.stack(worse[start : start + 16])), real=False)
-    assert frechet_distance(*features) == pytest.approx(float(frechet.compute()), rel=1e-3, abs=1e-4)
+    assert frechet_distance(*features) == pytest.approx(float(frechet.compute()), abs=1e-4)
     assert kernel_distance(*features) == pytest.approx(float(kernel.compute()[0]), rel=1e-4, abs=1e-4)
 
 

@@ -66,7 +66,7 @@ def test_a_measure_has_values_intervals_columns_and_verdicts(tiny: Engine, clip:
     assert comparison["num_pairs"] == 9
     assert comparison["wins"] + comparison["losses"] <= 9
     assert comparison["deviation"] > 0
-    rows = list(csv.DictReader((folder / "cells.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((folder / "cells.csv").read_text(encoding="utf-8").splitlines()))
     assert all(row["pick_score_low"] for row in rows)
     assert "PickScore" in (folder / "report.html").read_text(encoding="utf-8")
 
