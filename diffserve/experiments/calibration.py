@@ -61,7 +61,7 @@ class MeasuredCell(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cell: The settings.
-        seconds: Median seconds of an image generated alone, including decoding.
+        seconds: Seconds of an image generated alone, including decoding.
         psnr_db: Mean PSNR to the converged image.
         exact: Share of images that match their prompts; None: not measured.
         difference: That share minus the share of the closest cell, paired; None for the closest cell itself.
