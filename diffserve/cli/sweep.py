@@ -15,28 +15,17 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
-from diffserve.experiments.axes import numbers, read_axis, read_values, split_axis, whole_numbers
+from diffserve.experiments.axes import read_axis, whole_numbers
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plan import (
-    DEFAULT_SAMPLERS,
-    DEFAULT_SEEDS,
-    DEFAULT_STEPS,
-    MAX_PROMPTS,
-    SweepPlan,
-    double_looks,
-    read_differences,
-)
-from diffserve.experiments.power import DIFFERENCES
-from diffserve.experiments.prompts import held_out_prompts, read_prompts
+from diffserve.experiments.plan import DEFAULT_SAMPLERS, DEFAULT_STEPS, SweepPlan
+from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, read_plan
+from diffserve.experiments.prompts import read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
-
-DEFAULT_MAX_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -163,45 +152,23 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     """
     prompts = options.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
-    (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
-    if count > MAX_PROMPTS:
-        raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
-    axes = _read_axes(options)
+    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = [(name, text) for name, text in given.items() if text is not None]
     profile = settings.model
-    samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
-    steps = (profile.num_steps,) if gated else DEFAULT_STEPS
-    seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
-    texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
-    looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
-    detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
-    return SweepPlan(
-        samplers=split_axis(axes.pop("samplers"), "--samplers") if "samplers" in axes else samplers,
-        steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
-        guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
-        axes={name: read_values(name, text) for name, text in axes.items()},
-        prompts=texts,
-        num_seeds=looks[-1] if looks else seeds,
+    return read_plan(
+        [*axes, *map(read_axis, options.axes)],
+        prompts=whole_numbers(prompts, "--prompts")[0] if is_count else read_prompts(Path(prompts)),
+        guidance=profile.guidance_scale,
+        samplers=(profile.sampler,) if gated else DEFAULT_SAMPLERS,
+        steps=(profile.num_steps,) if gated else DEFAULT_STEPS,
+        num_seeds=1 if gated and options.num_seeds is None else options.num_seeds,
         first_seed=options.first_seed,
         reference_steps=None if gated else options.reference_steps,
-        looks=looks,
-        detect=dict(detect),
+        until_decided=options.until_decided,
+        max_images=options.max_images,
+        detect=options.detect,
+        shown=lambda name: f"--{name.replace('_', '-')}",
     )
-
-
-def _read_axes(options: SweepOptions) -> dict[str, str]:
-    """Return the text of each given axis by its name, including those with options of their own.
-
-    Raises:
-        InvalidRequest: An axis is unknown or given twice.
-    """
-    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    axes = {name: text for name, text in given.items() if text is not None}
-    for text in options.axes:
-        name, values = read_axis(text)
-        if name in axes:
-            raise InvalidRequest(f"the axis {name} is given twice; write all of its values in one option.", param=name)
-        axes[name] = values
-    return axes
 
 
 def make_progress(console: Console) -> Progress:

@@ -76,7 +76,6 @@ class Analysis:
         seed_spread: Latent RMSE between converged images of one prompt and two seeds, by target.
         places: Places to include if they are recorded, by default all of the plan.
         checker: The checker's own error; ``None`` if prompts cannot be checked.
-        least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Analysis:
         *,
         places: Sequence[Place] | None = None,
         checker: CheckerError | None = None,
-        least_groups: int = 1,
     ) -> None:
         places = plan.places if places is None else places
         self.plan = plan
@@ -101,7 +99,6 @@ class Analysis:
         }
         self._drawn = drawn
         self._set_values = dict(set_values or {})
-        self._least_groups = least_groups
         self._common = self.shared_places(self._records)
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
@@ -146,7 +143,7 @@ class Analysis:
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
             groups = self._groups(self.shared_places((cell,)))
             share = share_of([bool(hit) for hit in hits], groups)
-            return Estimate(share.share, share.low, share.high) if self._has_interval(groups) else Estimate(share.share)
+            return Estimate(share.share, share.low, share.high)
         return self.contrast({cell: 1}, measure)
 
     def paired_values(self, cells: Iterable[Cell], measure: Measure) -> list[Floats] | None:
@@ -174,8 +171,6 @@ class Analysis:
             return None
         summed: Floats = np.sum([weight * part for weight, part in zip(weights.values(), values, strict=True)], axis=0)
         mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
-        if not self._has_interval(groups):
-            return Estimate(mean)
         bound = self._bound(weights)
         if bound is None:
             low, high = bootstrap_interval(summed.tolist(), groups)
@@ -211,9 +206,6 @@ class Analysis:
         """Return the bootstrap group of each place: its prompt, or for a single prompt the place itself."""
         several = len({prompt for prompt, _ in places}) > 1
         return [(prompt, 0) for prompt, _ in places] if several else list(places)
-
-    def _has_interval(self, groups: Sequence[Place]) -> bool:
-        return len(set(groups)) >= self._least_groups
 
     def picture_set(self, cell: Cell) -> PictureSet:
         """Return the features of a cell's images at the places that all cells share."""

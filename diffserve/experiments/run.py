@@ -21,7 +21,7 @@ import msgspec
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import Value
-from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
+from diffserve.experiments.engine_generator import EngineGenerator, SweepEngine, request_for, time_alone
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.generation import complete, generate_measured
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
@@ -197,11 +197,11 @@ def run_plan(
     initial_machine = machine()
     with Store(folder, setup_of(engine, plan, check), results=RESULTS) as store:
         times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
-        times = _read_times(store, times_name, plan)
+        times = read_times(store, times_name, plan)
         timed_rows = 0 if times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
         counter = ProgressCounter(on_progress, timed_rows)
         with contextlib.suppress(_TimeIsUpError):
-            for images in _images_of_looks(plan, store, on_note):
+            for images in images_of_looks(plan, store, on_note):
                 counter.expect(sum(image.cell.rows for image in images))
                 generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
                 counter.deadline_s = deadline_s
@@ -215,7 +215,7 @@ def run_plan(
         )
 
 
-def _images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
+def images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
     """Yield the missing images of each look; after the first only those of cells with an open verdict.
 
     The verdicts of a look use only its seeds, so that a resumed sweep makes the same decisions.
@@ -281,7 +281,7 @@ def check_plan(engine: Engine, plan: SweepPlan) -> PromptCheck:
 
 
 def generate_missing(
-    engine: Engine,
+    engine: SweepEngine,
     plan: SweepPlan,
     store: Store,
     check: PromptCheck,
@@ -320,7 +320,7 @@ def generate_missing(
     complete(generate_measured(plan, generator, measures, store, images, count, reference_store=reference_store))
 
 
-def _read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime] | None:
+def read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime] | None:
     """Read the times of every cell that an earlier run measured, or return ``None`` if one is missing."""
     try:
         times = msgspec.convert(store.read_json(name), dict[str, SoloTime])
@@ -329,7 +329,7 @@ def _read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime
         return None
 
 
-def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str, Any]:
+def setup_of(engine: SweepEngine, plan: SweepPlan, check: PromptCheck) -> Mapping[str, Any]:
     """Return everything except the cell that the results of an image depend on."""
     from diffserve.experiments.metrics.set_distance import NETWORK_VERSION
 

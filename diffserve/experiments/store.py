@@ -28,6 +28,9 @@ from diffserve.experiments.records import FinishedImage, ImageRecord, StoredImag
 PARTS = "parts"
 SETUP, LOCK = "setup.json", "lock"
 
+IN_USE = "folder_in_use"
+"""Code of the error of a folder that another process writes to."""
+
 DIGEST_DIGITS = 12
 MAX_SHOWN_CHARS = 24
 NAMES = {
@@ -259,7 +262,7 @@ def take_lock(folder: Path) -> IO[bytes]:
         except OSError:
             file.close()
             message = f"another sweep is writing to {str(folder)!r} now; wait for it or choose another folder."
-            raise InvalidRequest(message, param="output") from None
+            raise InvalidRequest(message, param="output", code=IN_USE) from None
     return file
 
 
