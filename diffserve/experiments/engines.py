@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from diffserve.experiments import provenance
 from diffserve.experiments.axes import write_settings
-from diffserve.experiments.engine_generator import request_for
+from diffserve.experiments.engine_generator import SweepEngine, request_for
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import EngineKey, SweepPlan
 from diffserve.models.learned_samplers import LearnedSamplers
@@ -17,6 +17,7 @@ from diffserve.models.learned_samplers import LearnedSamplers
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
+EngineT = TypeVar("EngineT", bound=SweepEngine)
 OpenEngine = Callable[[EngineKey], "Engine"]
 """Opens the engine of a model and precision."""
 
@@ -29,7 +30,7 @@ class EngineFacts:
         setup: Everything of the engine that the results of an image depend on.
         check: The checker of the prompts.
         model: Description for reports, see :func:`provenance.model`.
-        unet_bytes: Size of the UNet's weights.
+        unet_bytes: Size of the UNet's weights, 0 if it is not known.
     """
 
     setup: Mapping[str, Any]
@@ -38,7 +39,7 @@ class EngineFacts:
     unet_bytes: int
 
     @classmethod
-    def of(cls, engine: Engine, plan: SweepPlan) -> EngineFacts:
+    def of(cls, engine: SweepEngine, plan: SweepPlan, unet_bytes: int = 0) -> EngineFacts:
         """Collect the facts of an open engine."""
         info = engine.info
         check = PromptCheck(info.family, plan.prompts)
@@ -58,22 +59,22 @@ class EngineFacts:
             setup=setup,
             check=check,
             model=provenance.model(info, is_deterministic=engine.is_deterministic),
-            unet_bytes=next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
+            unet_bytes=unet_bytes,
         )
 
 
-class Engines:
+class Engines(Generic[EngineT]):
     """The engines of a plan; opening one closes the one before, so that only one model is in memory.
 
     Args:
         open_engine: Opens an engine, or an engine that is always open.
     """
 
-    def __init__(self, open_engine: OpenEngine | Engine) -> None:
+    def __init__(self, open_engine: Callable[[EngineKey], EngineT] | EngineT) -> None:
         self._open = open_engine if callable(open_engine) else lambda _: open_engine
-        self._current: tuple[EngineKey, Engine] | None = None
+        self._current: tuple[EngineKey, EngineT] | None = None
 
-    def get(self, key: EngineKey) -> Engine:
+    def get(self, key: EngineKey) -> EngineT:
         """Return the engine of a model and precision, and open it if another one is open."""
         if self._current is None or self._current[0] != key:
             self._current = None
@@ -82,7 +83,7 @@ class Engines:
         return self._current[1]
 
 
-def check_plan(engines: Engines, plan: SweepPlan) -> dict[EngineKey, EngineFacts]:
+def check_plan(engines: Engines[Engine], plan: SweepPlan) -> dict[EngineKey, EngineFacts]:
     """Check that every engine accepts the requests of its cells, before any of them generates images.
 
     The first engine is left open.
@@ -101,7 +102,8 @@ def _check_engine(engine: Engine, plan: SweepPlan, key: EngineKey) -> EngineFact
     plan.check(engine.info)
     for cell in plan.cells_of(key):
         engine.check(request_for(plan, cell, plan.places[0]))
-    return EngineFacts.of(engine, plan)
+    unet_bytes = next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet")
+    return EngineFacts.of(engine, plan, unet_bytes)
 
 
 def shared_setup(facts: Mapping[EngineKey, EngineFacts]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import MODEL, PRECISION, Value, read_models, write_settings
-from diffserve.experiments.engine_generator import EngineGenerator, time_alone
-from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan, shared_setup
+from diffserve.experiments.engine_generator import EngineGenerator, SweepEngine, time_alone
+from diffserve.experiments.engines import EngineFacts, Engines, EngineT, OpenEngine, check_plan, shared_setup
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.export import Export
 from diffserve.experiments.generation import complete, generate_measured
@@ -225,7 +225,7 @@ def refuse_early(plan: SweepPlan, folder: Path, folders: Folders = NO_FOLDERS, e
 
 
 def run_plan(
-    engine: Engine | OpenEngine | Engines,
+    engine: Engine | OpenEngine | Engines[Engine],
     plan: SweepPlan,
     folder: Path,
     on_progress: OnProgress | None = None,
@@ -258,11 +258,11 @@ def run_plan(
     initial_machine = machine()
     image_cells = () if export is None else plan.all_cells
     with open_store(plan, facts, folder, results=RESULTS, image_cells=image_cells, digests=digests) as store:
-        times = _read_times(store, plan)
+        times = read_times(store, plan)
         untimed = [cell for cell in plan.all_cells if cell not in times]
         counter = ProgressCounter(on_progress, TIMED_ROUNDS * sum(cell.rows for cell in untimed))
         with contextlib.suppress(_TimeIsUpError):
-            for images in _images_of_looks(plan, store, on_note):
+            for images in images_of_looks(plan, store, on_note):
                 generate_missing(engines, plan, store, facts, images, counter, models)
                 counter.deadline_s = deadline_s
         counter.deadline_s = math.inf
@@ -270,7 +270,7 @@ def run_plan(
             cells = plan.cells_of(key)
             if not times.keys() >= set(cells):
                 timed = time_alone(engines.get(key), plan, cells, lambda cell: counter.add("timing", cell.rows))
-                store.write_json(_times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
+                store.write_json(times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
                 times |= timed
         counter.add("reporting")
         if export is not None:
@@ -286,7 +286,7 @@ def run_plan(
         )
 
 
-def _images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
+def images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
     """Yield the missing images of each look; after the first only those of cells with an open verdict.
 
     The verdicts of a look use only its seeds, so that a resumed sweep makes the same decisions.
@@ -341,7 +341,7 @@ class ProgressCounter:
 
 
 def generate_missing(
-    engines: Engines,
+    engines: Engines[EngineT],
     plan: SweepPlan,
     store: Store,
     facts: Mapping[EngineKey, EngineFacts],
@@ -371,7 +371,7 @@ def generate_missing(
 
 
 def _generate_on(
-    engine: Engine,
+    engine: SweepEngine,
     plan: SweepPlan,
     store: Store,
     check: PromptCheck,
@@ -398,16 +398,17 @@ def _generate_on(
     complete(generate_measured(plan, generator, measures, store, images, count))
 
 
-def _times_name(store: Store, cells: Sequence[Cell]) -> str:
+def times_name(store: Store, cells: Sequence[Cell]) -> str:
+    """Return the name of the file with the times of ``cells``."""
     return f"times-{store.digest(cells[0], {'cells': cells})}.json"
 
 
-def _read_times(store: Store, plan: SweepPlan) -> dict[Cell, SoloTime]:
+def read_times(store: Store, plan: SweepPlan) -> dict[Cell, SoloTime]:
     """Read the times that an earlier run measured, without those of engines that lack the time of a cell."""
     read: dict[Cell, SoloTime] = {}
     for cells in map(plan.cells_of, plan.engines):
         with contextlib.suppress(msgspec.ValidationError, KeyError):
-            times = msgspec.convert(store.read_json(_times_name(store, cells)), dict[str, SoloTime])
+            times = msgspec.convert(store.read_json(times_name(store, cells)), dict[str, SoloTime])
             read |= {cell: times[cell.slug] for cell in cells}
     return read
 
