@@ -194,6 +194,17 @@ def test_a_mistake_in_an_engine_axis_is_one_sentence_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
+def test_a_learned_sampler_of_another_model_is_refused_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes = ["--axis", "model=embedded,embedded-turbo", "--samplers", "learned:embedded-5"]
+    assert run_main("sweep", *axes, "--steps", 5, "--prompts", 1, "-o", tmp_path / "out") == 2
+    message = "sampler is 'learned:embedded-5'; it was learned for embedded ["
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"diffserve: {message}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_the_command_compares_models_in_precisions(
     tiny_model: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

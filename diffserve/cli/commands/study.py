@@ -11,7 +11,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import COMPONENTS, SettingsOptions, with_settings
 
 
-@with_settings("model", "config", "lora_dir", "refiner", "device", *COMPONENTS)
+@with_settings("model", "config", "lora_dir", "sampler_dir", "refiner", "device", *COMPONENTS)
 def sweep(
     *,
     output: Annotated[
