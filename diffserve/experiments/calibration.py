@@ -103,7 +103,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         margin: Difference of exact match that counts as equivalent, in 0..1.
         why_not: Why prompts cannot be checked; "" if they can.
         cells: Cells of the fronts with and without learned samplers, the fastest first.
-        screened: All cells that were tried, with the time of one image.
+        screened: All cells that were screened, with estimated seconds.
     """
 
     model: str
