@@ -161,7 +161,6 @@ def test_an_experiment_waits_while_the_queue_is_full(small_server: RunningServer
             reference_steps=2,
         ).id  # fmt: skip
         crowd.enter_context(full_queue(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
-        assert error_of(small_server.client.post("/v1/experiments", json={"steps": [2]}))["code"] == "queue_full"
         experiment = client.experiment(name)
         assert (experiment.is_over, experiment.cells) == (False, ())
         crowd.close()

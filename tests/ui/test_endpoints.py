@@ -202,7 +202,7 @@ def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> Non
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
-     ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
+     ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "First seed is -1")],
 )  # fmt: skip
 def test_an_experiment_that_cannot_run_reports_the_reason(page: Client, fields: dict[str, Any], sentence: str) -> None:
     values = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}

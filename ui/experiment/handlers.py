@@ -25,6 +25,10 @@ MAX_FORM_CHARS: Final = 100_000
 """Limit for all prompts together."""
 
 
+FORM_WORDS: Final = {"num_seeds": "seeds", "first_seed": "first seed", "reference_steps": "reference steps"}
+"""Form labels of the field names in messages."""
+
+
 class ExperimentForm(NamedTuple):
     """Values of the experiment form.
 
@@ -89,6 +93,14 @@ def _integer(value: float | None, name: str, default: int) -> int:
     return int(value)
 
 
+def message_of(error: DiffserveError | OSError) -> str:
+    """Return the message of ``error`` with the labels of the form."""
+    if isinstance(error, InvalidRequest):
+        name, space, predicate = error.message.partition(" ")
+        error = InvalidRequest(FORM_WORDS.get(name, name) + space + predicate, param=error.param)
+    return sentence(error)
+
+
 class ExperimentHandlers:
     """Events of the tab. The experiments run on the server, so that a reloaded page finds them again by their ID."""
 
@@ -117,7 +129,7 @@ class ExperimentHandlers:
         except EngineUnavailable:
             return status(NOT_YET)
         except DiffserveError as error:
-            return status(sentence(error), is_error=True)
+            return status(message_of(error), is_error=True)
         check = PromptCheck(image.family, planned.plan["prompts"])
         notes = [] if check.why_not is None else [f"Prompt match will not be measured: {check.why_not}"]
         seconds = planned.estimated_seconds
@@ -145,7 +157,7 @@ class ExperimentHandlers:
                 await self._server.wait_for_models()
             experiment = await self._server.client.begin_experiment(**read_form(form))
         except DiffserveError as error:
-            yield Shown(status=status(sentence(error), is_error=True), run=gr.update(interactive=True))
+            yield Shown(status=status(message_of(error), is_error=True), run=gr.update(interactive=True))
             return
         yield Shown(current=experiment.id)
         async for shown in self.follow(experiment.id, request):
@@ -164,7 +176,7 @@ class ExperimentHandlers:
             view = View(experiment, image, client, files)
             stream = client.experiment_events(current)
         except (DiffserveError, OSError) as error:
-            yield Shown(status=status(sentence(error), is_error=True))
+            yield Shown(status=status(message_of(error), is_error=True))
             return
         shown_s = -SHOW_EVERY_S
         try:
