@@ -25,6 +25,7 @@ from diffserve.experiments.intervals import (
     reference_roots,
     resamples,
     share_of,
+    widen_equal,
 )
 from diffserve.experiments.plan import Cell, Place, SweepPlan, Target
 from diffserve.experiments.power import look_bounds, repeated_interval, unit_means
@@ -182,9 +183,8 @@ class Analysis:
             low, high = bootstrap_interval(summed.tolist(), groups)
         else:
             low, high = repeated_interval(summed, groups, bound)
-        if measure is Measure.EXACT and low == high and len(weights) > 1:
-            width = 3 / len(set(groups))  # the rule of three, as in share_of: resampling equal values shows no spread
-            low, high = low - width, high + width
+        if measure is Measure.EXACT and len(weights) > 1:
+            low, high = widen_equal(low, high, len(set(groups)))
         return Estimate(mean, low, high)
 
     def deviation(self, cells: tuple[Cell, Cell], measure: Measure) -> float | None:

@@ -22,7 +22,7 @@ from diffserve.experiments.axes import PRECISION, quote, split_axis
 from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan
 from diffserve.experiments.estimates import CheckerError, Estimate, Measure
 from diffserve.experiments.findings import interval
-from diffserve.experiments.intervals import bootstrap_interval
+from diffserve.experiments.intervals import bootstrap_interval, widen_equal
 from diffserve.experiments.plan import Cell, EngineKey, SweepPlan
 from diffserve.experiments.records import features_of
 from diffserve.experiments.report import measure_checker
@@ -231,7 +231,11 @@ def judge(
     psnr = [record.distance.psnr_db for record in records if record.distance and record.distance.psnr_db is not None]
     ssim = [record.distance.ssim for record in records if record.distance and record.distance.ssim is not None]
     pairs = [(a.parts, b.parts) for a, b in zip(records, reference_records, strict=True) if a.parts and b.parts]
-    change = mean([a.exact - b.exact for a, b in pairs]) if len(pairs) == len(records) else None
+    change = None
+    if len(pairs) == len(records):
+        changes = [float(a.exact - b.exact) for a, b in pairs]
+        ends = widen_equal(*bootstrap_interval(changes, groups), len(set(groups or plan.places)))
+        change = Estimate(statistics.fmean(changes), *ends)
     row = msgspec.structs.replace(
         row,
         exact_change=change,

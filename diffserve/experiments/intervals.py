@@ -43,6 +43,15 @@ class Share:
         return f"{100 * self.share:.0f} % ({self.hits} of {self.count}; 95 % interval {interval})"
 
 
+def widen_equal(low: float, high: float, num_groups: int) -> tuple[float, float]:
+    """Widen the interval of a mean difference of matches if all groups are equal, by the rule of three.
+
+    Resampling equal values shows no spread, but a difference in 3 / N of N groups may have been missed.
+    """
+    width = min(1.0, 3 / num_groups) if low == high else 0.0
+    return low - width, high + width
+
+
 def bootstrap_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None = None, *, level: float = LEVEL, seed: int = 0
 ) -> tuple[float, float]:

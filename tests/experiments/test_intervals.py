@@ -7,6 +7,7 @@ import pytest
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import Share, bootstrap_interval, share_of
+from diffserve.experiments.intervals import widen_equal
 
 
 def test_the_interval_of_a_normal_mean_is_nearly_the_textbook_one() -> None:
@@ -81,3 +82,9 @@ def test_what_has_no_interval_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         bootstrap_interval(values, groups, level=level)
+
+
+def test_equal_changes_have_the_width_of_the_rule_of_three() -> None:
+    assert widen_equal(0.0, 0.0, 60) == (-0.05, 0.05)
+    assert widen_equal(0.0, 0.0, 1) == (-1.0, 1.0)
+    assert widen_equal(-0.1, 0.2, 60) == (-0.1, 0.2)
