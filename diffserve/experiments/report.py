@@ -354,9 +354,15 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
 
     prompts = analysis.plan.prompts
     shown = _thumbnails(analysis)
-    overview = plots.overview(summaries, prompts[0], shown[0] if shown else {})
-    figures = {OVERVIEW: overview, CURVES: plots.curves(summaries), TIME: plots.quality_against_time(summaries)}
-    strips = {STRIP.format(index + 1): plots.strip(prompts[index], pictures) for index, pictures in enumerate(shown)}
+    figures = {
+        OVERVIEW: plots.overview(summaries),
+        CURVES: plots.curves(summaries),
+        TIME: plots.quality_against_time(summaries),
+    }
+    strips = {
+        STRIP.format(index + 1): plots.strip(prompts[index], pictures, summaries)
+        for index, pictures in enumerate(shown)
+    }
     return figures | strips
 
 
