@@ -292,11 +292,13 @@ class StripGrid(NamedTuple):
     differences: tuple[tuple[bytes | None, ...], ...] = ()
 
 
-def strip_grid(thumbnails: Mapping[Cell, bytes], colors: Mapping[CellLine, int] = MappingProxyType({})) -> StripGrid:
+def strip_grid(
+    thumbnails: Mapping[Cell, bytes | None], colors: Mapping[CellLine, int] = MappingProxyType({})
+) -> StripGrid:
     """Arrange ``thumbnails`` by increasing steps, with the converged image at the end of each row.
 
     Args:
-        thumbnails: Encoded images.
+        thumbnails: Encoded images; ``None`` stays in the grid.
         colors: Color numbers of the lines whose rows come first; empty if all rows are equally important.
     """
     lines = line_names(thumbnails)

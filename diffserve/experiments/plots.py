@@ -238,9 +238,12 @@ def _add_chart(figure: Figure, chart: Chart, box: Box, *, has_title: bool) -> No
     _scale_x(axes, chart)
     axes.margins(y=0.15 if chart.is_over_time else 0.06)
     if chart.is_over_time:
+        _draw_front(axes, chart)
         _leave_out_outliers(axes, chart)
         placer = _Placer(axes, chart)
-        _draw_front(axes, chart, placer)
+        for dot in chart.front_labels():
+            line = next(line for line in chart.lines if dot in line.dots)
+            placer.write(dot, _Label(f"{line.name} {dot.summary.cell.num_steps}", LABEL_PT, _color(line)))
         for line, label in labels:
             if line.color is not None and not any(dot in chart.front for dot in line.dots):
                 placer.write(chart.best(line.dots), label._replace(size_pt=GRAY_LABEL_PT), is_optional=True)
@@ -290,7 +293,10 @@ def _leave_out_outliers(axes: Axes, chart: Chart) -> None:
 
 
 class _Placer:
-    """Places labels within a chart next to dots; all coordinates are in points from the lower left of the axes."""
+    """Places labels next to the dots of a chart; all coordinates are in points from the lower left of the axes.
+
+    The limits of the axes must not change any more.
+    """
 
     def __init__(self, axes: Axes, chart: Chart) -> None:
         self._axes = axes
@@ -377,10 +383,8 @@ def _draw_labels(axes: Axes, labels: Sequence[tuple[ChartLine, _Label]], placer:
         _annotate(axes, line.dots[-1], label, (placer.width + LABEL_GAP_PT, center), align="left")
 
 
-def _draw_front(axes: Axes, chart: Chart, placer: _Placer) -> None:
-    """Draw the Pareto front as a staircase with the sampler and steps of its points, and a ring around the knee."""
-    if not chart.front:
-        return
+def _draw_front(axes: Axes, chart: Chart) -> None:
+    """Draw the Pareto front as a staircase with 95 % intervals, and a ring around the knee."""
     for dot in chart.front:
         axes.vlines(dot.x, *_bounds([dot.value]), color=FAINT, linewidth=1, alpha=0.6, zorder=1)
     axes.plot(
@@ -392,9 +396,6 @@ def _draw_front(axes: Axes, chart: Chart, placer: _Placer) -> None:
             [chart.knee.x], [chart.knee.value.value], marker="o", markersize=11, markerfacecolor="none",
             markeredgecolor=INK, linestyle="", zorder=5,
         )  # fmt: skip
-    for dot in chart.front_labels():
-        line = next(line for line in chart.lines if dot in line.dots)
-        placer.write(dot, _Label(f"{line.name} {dot.summary.cell.num_steps}", LABEL_PT, _color(line)))
 
 
 def _scale_x(axes: Axes, chart: Chart) -> None:
