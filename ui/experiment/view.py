@@ -24,9 +24,10 @@ from diffserve.client import (
     PlannedExperiment,
     StoredExperiment,
 )
-from diffserve.experiments.charts import Chart, Names, line_names, over_seconds, over_steps
+from diffserve.experiments.charts import Chart, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
+from diffserve.experiments.series import Names, line_names, line_of
 from diffserve.experiments.summary import CellSummary, write_csv
 from ui.captions import seconds_text, status
 from ui.events import shown_if
@@ -270,10 +271,12 @@ def grid(
     for reference in plan.references:
         heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
     rows = []
-    by_line = {(cell.line, cell.num_steps): cell for cell in plan.cells}
+    by_line = {(line_of(cell), cell.num_steps): cell for cell in plan.cells}
     for line, name in line_names(plan.cells, names).items():
-        row = (*(by_line[line, n] for n in steps), *plan.references)
-        squares = "".join(_square(cells.get(cell), looks.get(cell), names) for cell in row)
+        row = (*(by_line.get((line, n)) for n in steps), *plan.references)
+        squares = "".join(
+            "<td></td>" if cell is None else _square(cells.get(cell), looks.get(cell), names) for cell in row
+        )
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
         f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
