@@ -152,8 +152,8 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
     """
     prompts = options.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
-    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    axes = [(name, text) for name, text in given.items() if text is not None]
+    main_axes = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = [(name, text) for name, text in main_axes.items() if text is not None]
     profile = settings.model
     return read_plan(
         [*axes, *map(read_axis, options.axes)],
