@@ -191,6 +191,12 @@ def plan_of(
         InvalidRequest: An argument is invalid.
     """
     prompts = options.prompts.strip()
+<<<<<<< HEAD
+=======
+    is_count = prompts.removeprefix("-").isdecimal()
+    main_axes = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = [(name, text) for name, text in main_axes.items() if text is not None]
+>>>>>>> exp
     profile = settings.model
     return read_plan(
         _axes(options),
