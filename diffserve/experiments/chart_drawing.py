@@ -40,8 +40,11 @@ LINE_SPACING = 1.3
 MARGIN_LABEL_FROM = 0.7
 """Share of the x axis from which the label of a line's end is in the right margin."""
 
-LEFT_IN, RIGHT_IN, BOTTOM_IN, TOP_IN, TITLE_IN = 0.55, 0.15, 0.5, 0.12, 0.45
-"""Margins around the axes; the right one is that of charts without labels, the last is the top one with a title."""
+LEFT_IN, RIGHT_IN, BOTTOM_IN, LINE_IN, TOP_IN, TITLE_IN = 0.55, 0.15, 0.48, 0.14, 0.12, 0.45
+"""Margins around the axes: right without labels, bottom and each further line of its title, top without and with title.
+"""
+
+X_TITLE_CHARS = 60
 
 HINT = "hint: "
 """Start of the SVG group ids that become tooltips."""
@@ -79,7 +82,9 @@ def add_chart(figure: Figure, chart: Chart, box: Box, *, has_title: bool) -> Non
     label_inches = RIGHT_IN
     if not chart.is_over_time:
         label_inches = (max((label.width_pt for _, label in labels), default=0) + LABEL_GAP_PT + 4) / 72
-    left, bottom, top = box.left + LEFT_IN, box.bottom + BOTTOM_IN, box.top - (TITLE_IN if has_title else TOP_IN)
+    x_title = "\n".join(textwrap.fill(part, X_TITLE_CHARS) for part in chart.x_title.split("\n"))
+    left, bottom = box.left + LEFT_IN, box.bottom + BOTTOM_IN + LINE_IN * x_title.count("\n")
+    top = box.top - (TITLE_IN if has_title else TOP_IN)
     width, height = figure.get_size_inches()
     axes = figure.add_axes(
         (left / width, bottom / height, (box.right - label_inches - left) / width, (top - bottom) / height)
@@ -93,19 +98,14 @@ def add_chart(figure: Figure, chart: Chart, box: Box, *, has_title: bool) -> Non
     if chart.level is not None:
         axes.axhline(chart.level, color=FAINT, linewidth=1, linestyle=":", zorder=0, gid="level")
     _scale_x(axes, chart)
+    axes.set_xlabel(x_title, loc="left")
     axes.margins(y=0.15 if chart.is_over_time else 0.06)
     if chart.is_over_time:
         _draw_front(axes, chart)
         _leave_out_outliers(axes, chart)
-        placer = _Placer(figure, axes, chart)
-        for dot in chart.front_labels():
-            line = next(line for line in chart.lines if dot in line.dots)
-            placer.write(dot, _Label(f"{line.name} {dot.summary.cell.num_steps}", LABEL_PT, _color(line)))
-        for line, label in labels:
-            if line.color is not None and not any(dot in chart.front for dot in line.dots):
-                placer.write(chart.best(line.dots), label._replace(size_pt=GRAY_LABEL_PT), is_optional=True)
+        _label_dots(labels, chart, _Placer(figure, axes, chart))
     else:
-        _draw_labels(axes, labels, _Placer(figure, axes, chart))
+        _label_lines(axes, labels, _Placer(figure, axes, chart))
 
 
 def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
@@ -223,7 +223,17 @@ def _annotate(axes: Axes, dot: ChartDot, label: _Label, position: tuple[float, f
     )  # fmt: skip
 
 
-def _draw_labels(axes: Axes, labels: Sequence[tuple[ChartLine, _Label]], placer: _Placer) -> None:
+def _label_dots(labels: Sequence[tuple[ChartLine, _Label]], chart: Chart, placer: _Placer) -> None:
+    """Write sampler and steps at the points of the front, and names of other colored samplers at their best dots."""
+    for dot in chart.front_labels():
+        line = next(line for line in chart.lines if dot in line.dots)
+        placer.write(dot, _Label(f"{line.name} {dot.summary.cell.num_steps}", LABEL_PT, _color(line)))
+    for line, label in labels:
+        if line.color is not None and not any(dot in chart.front for dot in line.dots):
+            placer.write(chart.best(line.dots), label._replace(size_pt=GRAY_LABEL_PT), is_optional=True)
+
+
+def _label_lines(axes: Axes, labels: Sequence[tuple[ChartLine, _Label]], placer: _Placer) -> None:
     """Write the name of each line at its end: in the right margin, or next to the last dot of a line that ends early.
 
     Gray lines have no labels if there is not enough space for all.
@@ -270,16 +280,19 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
         axes.xaxis.set_major_locator(FixedLocator(_ticks([dot.x for line in chart.lines for dot in line.dots])))
         axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel(chart.x_title)
 
 
 def _ticks(positions: Sequence[float]) -> list[float]:
-    """Choose ticks from the positions of dots: the ends, then the most common ones that have enough distance."""
+    """Choose ticks from the positions of dots: the ends, then the common ones that have enough distance.
+
+    Positions that fewer than half as many lines have as the most common one are those of few samplers.
+    """
     counts = Counter(positions)
     ends = (min(positions), max(positions))
     least = (ends[1] / ends[0]) ** MIN_TICK_DISTANCE
     ticks: list[float] = []
-    for x in sorted(counts, key=lambda x: (x not in ends, -counts[x], x)):
+    common = [x for x in counts if x in ends or 2 * counts[x] >= max(counts.values())]
+    for x in sorted(common, key=lambda x: (x not in ends, -counts[x], x)):
         if all(max(x / tick, tick / x) >= least for tick in ticks):
             ticks.append(x)
     return sorted(ticks)

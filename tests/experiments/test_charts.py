@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import combinations, pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import ui
 from diffserve.experiments.chart_drawing import COLORS
 from diffserve.experiments.charts import (
     MAX_COLORED,
@@ -189,7 +191,7 @@ def test_evaluations_make_samplers_with_two_per_step_comparable() -> None:
     heun = [msgspec.structs.replace(summary("heun", n, 20.0 + n), evaluations=4.0 * n) for n in (5, 10, 50)]
     (chart,) = over_evaluations((*SWEEP, *heun, *LEARNED), [Measure.PSNR_DB], {"heun": "Heun"})
     assert chart.title == "PSNR to the converged image (dB) over network evaluations"
-    assert chart.x_title == "network evaluations per image (two per step: Heun)"
+    assert chart.x_title == "network evaluations per image\n(two per step: Heun)"
     ends = {line.name: [dot.x for dot in line.dots] for line in chart.lines}
     assert ends == {"ddim": [5, 10, 50], "ddpm": [5, 10, 50], "Heun": [10, 20], "learned": [4, 5, 8]}
 
@@ -206,6 +208,7 @@ def test_the_headline_has_closeness_over_evaluations_and_a_front_over_seconds() 
     assert headline(()) == ()
 
 
+PAGE_CSS = Path(ui.__file__).with_name("page.css")
 LIGHT, DARK = "#ffffff", "#16181c"
 VISIONS = {
     "normal": np.eye(3),
@@ -236,9 +239,9 @@ def test_colors_of_lines_are_apart_for_color_blind_readers_too(ground: str) -> N
         low, high = sorted(float(linear(each) @ (0.2126, 0.7152, 0.0722)) for each in (color, ground))
         return (high + 0.05) / (low + 0.05)
 
-    light, dark = (re.findall(r"--chart-\d: (#\w+)", block) for block in STYLE.read_text().split("}")[:2])
+    light, dark, page_dark = (re.findall(r"--chart-\d: (#\w+)", file.read_text()) for file in (STYLE, CSS, PAGE_CSS))
     assert light == list(COLORS[:-1])
-    assert dark == re.findall(r"--chart-\d: (#\w+)", CSS.read_text()), "the same in a report and in the page"
+    assert dark == page_dark, "the same in a report and in the Experiment tab"
     colors = [*light, COLORS[-1]] if ground == LIGHT else [*dark, "#e4e6ea"]
     assert min(map(contrast, colors)) >= 3
     for matrix in VISIONS.values():
