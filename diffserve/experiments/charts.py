@@ -118,7 +118,7 @@ def over_evaluations(
     """
     colors, title = color_numbers(summaries), "network evaluations per image"
     slow = [name for line, name in line_names((s.cell for s in summaries), names).items() if _is_slow(summaries, line)]
-    x_title = f"{title} (two per step: {', '.join(slow)})" if slow else title
+    x_title = f"{title}\n(two per step: {', '.join(slow)})" if slow else title
     charts = []
     for measure in measures:
         lines = lines_of(summaries, measure, names, num_evaluations, colors)
