@@ -191,12 +191,6 @@ def plan_of(
         InvalidRequest: An argument is invalid.
     """
     prompts = options.prompts.strip()
-<<<<<<< HEAD
-=======
-    is_count = prompts.removeprefix("-").isdecimal()
-    main_axes = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    axes = [(name, text) for name, text in main_axes.items() if text is not None]
->>>>>>> exp
     profile = settings.model
     return read_plan(
         _axes(options),
@@ -226,8 +220,8 @@ def _learned_steps(samplers: Iterable[str], settings: Settings) -> dict[str, int
 
 def _axes(options: SweepOptions) -> list[tuple[str, str]]:
     """Return names and texts of the given axes, including those with options of their own."""
-    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    return [*((name, text) for name, text in given.items() if text is not None), *map(read_axis, options.axes)]
+    main_axes = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    return [*((name, text) for name, text in main_axes.items() if text is not None), *map(read_axis, options.axes)]
 
 
 def axis_text(options: SweepOptions, name: str) -> str | None:
