@@ -164,8 +164,9 @@ class ExperimentHandlers:
             yield shown
 
     async def follow(self, current: str | None, request: gr.Request) -> AsyncIterator[Shown]:
-        """Stream the experiment with the ID ``current``, from its beginning; nothing without one."""
+        """Stream the experiment with the ID ``current``, from its beginning; no change without one."""
         if not current:
+            yield Shown()  # gradio would clear the components after a generator without a value
             return
         files = self._server.files
         try:
