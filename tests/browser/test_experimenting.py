@@ -56,6 +56,13 @@ def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screensho
         for chart in charts.all():
             hints = "".join(dot.text_content() or "" for dot in chart.locator(".dot title").all())
             assert hints.count(" step") == 4, "a tooltip for each cell, shared where lines coincide"
+    dark_color = charts.first.evaluate("""chart => {
+        document.body.classList.add("dark");
+        const color = getComputedStyle(chart).getPropertyValue("--chart-0").trim();
+        document.body.classList.remove("dark");
+        return color;
+    }""")
+    assert dark_color == "#f2bd88"
     screenshot(here, "experiment-done")
     expect_no_barrier(here)
     table = list(csv.DictReader(io.StringIO(here.save("exp-csv", tmp_path).read_text(encoding="utf-8"))))
