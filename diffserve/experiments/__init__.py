@@ -5,6 +5,7 @@
     plan        samplers x steps x guidance on the same prompts and seeds, with cost estimates
     generation  core loop that generates, measures and records images, with an engine or a server
     run         runs a plan with an engine, resumably, and writes its report
+    export      writes the images of a sweep in the folder layouts of benchmarks
     gate        runs a plan in several precisions, and compares them
     charts      measures over steps and over time, rendered as PNG and SVG by ``plots``
     summary     result table, also as CSV
@@ -26,9 +27,10 @@ Torch is not imported before a sweep runs. The checker compares with rendered sp
 """
 
 from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.export import Export
 from diffserve.experiments.intervals import Share, bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, SweepPlan
-from diffserve.experiments.prompts import PromptMatch, held_out_prompts, match_prompts
+from diffserve.experiments.prompts import PromptMatch, held_out_prompts, match_prompts, read_benchmark_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, run_plan, sweep
 from diffserve.experiments.summary import CellSummary, write_csv
@@ -39,6 +41,7 @@ __all__ = [
     "Cell",
     "CellSummary",
     "Estimate",
+    "Export",
     "Found",
     "Measure",
     "PromptMatch",
@@ -54,6 +57,7 @@ __all__ = [
     "judge",
     "match_prompts",
     "parse_prompt",
+    "read_benchmark_prompts",
     "read_picture",
     "run_plan",
     "share_of",

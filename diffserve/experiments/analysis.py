@@ -136,7 +136,7 @@ class Analysis:
     def values(self, cell: Cell, measure: Measure, places: Sequence[Place] | None = None) -> Floats | None:
         """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
         records = self.records(cell) if places is None else [self._records[cell][place] for place in places]
-        optional_values: list[float | None]
+        optional_values: Sequence[float | None]
         if measure is Measure.EXACT:
             optional_values = [record.parts.exact if record.parts else None for record in records]
         elif measure in PROMPT_MEASURES:

@@ -20,7 +20,7 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.models.model_files import find_weights, model_path, read_json
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import OFFLINE
-from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed_loading, import_quietly
 from diffserve.runtime.precision import DeviceChoice
 
 WEIGHTS: Final = "lpips.safetensors"
@@ -96,7 +96,7 @@ def _load_backbone(directory: Path, kind: str) -> tuple[Any, list[int]]:
     """Load a backbone with the feature maps of all stages, and return it with the channels of each stage."""
     auto, auto_config = (import_quietly("transformers", name) for name in ("AutoBackbone", "AutoConfig"))
     try:
-        with hushed("transformers"):
+        with hushed_loading():
             config = auto_config.from_pretrained(str(directory), **OFFLINE)
             config.out_indices = list(range(len(config.stage_names)))
             backbone = type(auto.from_config(config))  # AutoBackbone.from_pretrained asks the hub about the folder

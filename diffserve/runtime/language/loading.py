@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from diffserve.runtime.language.model import LanguageModel, LanguageRunner, Laye
 from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantize_network
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
-from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
+from diffserve.runtime.loading.library_imports import hushed_loading, import_quietly, without_compiler
 from diffserve.runtime.loading.placement import from_pretrained_places, run_on
 from diffserve.runtime.loading.weight_loading import WithoutInit
 from diffserve.runtime.precision import DeviceChoice, tensor_bytes
@@ -203,7 +202,7 @@ def load_language_model(
     check_manifest(directory)
     settings = read_json(directory / "config.json")
     files = find_weights(directory, "model", dtype=str(choice.compute_dtype).removeprefix("torch."))
-    with _quietly():
+    with hushed_loading():
         config = _load_config(directory, settings)
         check_config(config, str(directory))
         network = _load_network(directory, config, choice)
@@ -307,17 +306,3 @@ def _end_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(int(token_id) for token_id in (ids if isinstance(ids, list | tuple) else [ids]))
     return ()
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without progress bars and remarks on initialisation; errors are heard."""
-    control = import_quietly("transformers.utils", "logging")
-    was_shown = control.is_progress_bar_enabled()
-    control.disable_progress_bar()
-    try:
-        with hushed("transformers", "accelerate.big_modeling"):
-            yield
-    finally:
-        if was_shown:
-            control.enable_progress_bar()

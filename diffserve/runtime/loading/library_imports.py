@@ -61,6 +61,20 @@ def hushed(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def hushed_loading() -> Iterator[None]:
+    """Hide the progress bars and all but errors of transformers' ``from_pretrained`` until the block ends."""
+    control = import_quietly("transformers.utils", "logging")
+    was_shown = control.is_progress_bar_enabled()
+    control.disable_progress_bar()
+    try:
+        with hushed("transformers", "accelerate.big_modeling"):
+            yield
+    finally:
+        if was_shown:
+            control.enable_progress_bar()
+
+
 def import_quietly(module: str, name: str) -> Any:
     """Return attribute ``name`` of ``module``, importing it if needed."""
     if name in (there := vars(sys.modules.get(module) or object)):
