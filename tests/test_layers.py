@@ -92,8 +92,8 @@ WITHOUT_TORCH = (
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
-        "analysis", "axes", "charts", "estimates", "generation", "intervals", "measure", "plan", "prompts",
-        "records", "summary",
+        "analysis", "axes", "charts", "estimates", "generation", "intervals", "labels", "measure", "plan", "prompts",
+        "records", "series", "summary",
     )
 )  # fmt: skip
 """What a page needs of an experiment: it asks a server to paint."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO, StringIO
+from io import StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -14,22 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.axes import MODEL, PRECISION, write_settings
-from diffserve.experiments.charts import (
-    Chart,
-    ChartDot,
-    StripGrid,
-    common_measures,
-    over_seconds,
-    over_steps,
-    strip_grid,
-    time_measures,
-)
+from diffserve.experiments.charts import headline, over_seconds, time_measures
 from diffserve.experiments.engines import EngineFacts
 from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
 from diffserve.experiments.findings import Finding, find, join_numbers
@@ -38,7 +28,8 @@ from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, EngineKey, Place, SweepPlan, Target
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import ImageRecord, SoloTime
-from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
+from diffserve.experiments.report_figures import CURVES, OVERVIEW, TIME, files_of, sections_of
+from diffserve.experiments.report_page import Tables, write_markdown, write_page
 from diffserve.experiments.store import DIGEST_DIGITS, Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.experiments.verdicts import LEAST_FRECHET_GAP, LEAST_SEEDS, Comparison, compare_cells
@@ -49,10 +40,8 @@ if TYPE_CHECKING:
 
     from diffserve.engine import Engine
 
-CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"
 CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
 RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
-WEBP_QUALITY = 92
 FEW_PICTURES = 64  # as many as there are features
 
 
@@ -207,7 +196,7 @@ def _outputs(
         JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
         **files_of(analysis, summaries),
         SUMMARY: write_markdown(title, facts, findings, OVERVIEW, tables, notes).encode(),
-        PAGE: write_page(title, facts, findings, sections, tables, notes).encode(),
+        PAGE: write_page(title, facts, headline(summaries), findings, sections, tables, notes).encode(),
     }
 
 
@@ -346,72 +335,3 @@ def _notes(
     if initial_machine["load_average"] and initial_machine["load_average"][0] > 0.5 * (initial_machine["cores"] or 1):
         notes.append("The machine was busy when the sweep began, so the times are longer than on an idle machine.")
     return tuple(notes)
-
-
-def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, bytes]:
-    """Render every figure as PNG, by file name."""
-    from diffserve.experiments import plots
-
-    prompts = analysis.plan.prompts
-    shown = _thumbnails(analysis)
-    overview = plots.overview(summaries, prompts[0], shown[0] if shown else {})
-    figures = {OVERVIEW: overview, CURVES: plots.curves(summaries), TIME: plots.quality_against_time(summaries)}
-    strips = {STRIP.format(index + 1): plots.strip(prompts[index], pictures) for index, pictures in enumerate(shown)}
-    return figures | strips
-
-
-def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterator[Section]:
-    """Yield the sections of the HTML report that hold figures."""
-    yield Section(
-        "Quality over steps",
-        ("Steps are on a logarithmic axis. Bands: 95 % intervals. Dotted: the converged images.",),
-        charts=over_steps(summaries, common_measures(summaries)),
-    )
-    charts = over_seconds(summaries, time_measures(summaries))
-    yield Section(
-        "Quality over time",
-        (
-            "Vertical lines: 95 % intervals. The Pareto front uses only the values; its numbers are steps.",
-            *map(_describe_front, charts),
-        ),
-        charts=charts,
-    )
-    if strips := _strips(analysis):
-        yield Section("The same seed with more steps", ("All images of a block have the same seed.",), strips=strips)
-
-
-def _describe_front(chart: Chart) -> str:
-    def label(dot: ChartDot) -> str:
-        return f"{dot.summary.cell.label} ({dot.x:.2f} s)"
-
-    end = "it has no knee" if chart.knee is None else f"its knee is {label(chart.knee)}"
-    return f"Pareto front of {chart.measure.title}: {', '.join(map(label, chart.front))}; {end}."
-
-
-def _strips(analysis: Analysis) -> dict[str, StripGrid]:
-    """Return by caption the image grids of the first prompts."""
-    plan = analysis.plan
-    return {
-        f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}": strip_grid(
-            {cell: _webp(png) for cell, png in thumbnails.items()}
-        )
-        for prompt, thumbnails in enumerate(_thumbnails(analysis))
-    }
-
-
-def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
-    """Return the stored PNG thumbnails of the first prompts by cell."""
-    shown = []
-    for prompt in range(len(analysis.plan.prompts)):
-        records = {cell: analysis.record(cell, (prompt, 0)) for cell in analysis.plan.all_cells}
-        thumbnails = {cell: record.thumbnail for cell, record in records.items() if record and record.thumbnail}
-        if not thumbnails:
-            break
-        shown.append(thumbnails)
-    return shown
-
-
-def _webp(png: bytes) -> bytes:
-    file = BytesIO()
-    Image.open(BytesIO(png)).convert("RGB").save(file, "WEBP", quality=WEBP_QUALITY)
-    return file.getvalue()

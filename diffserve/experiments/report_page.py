@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
 from diffserve.experiments.estimates import MODEL_MEASURES, CheckerError, Measure
@@ -151,21 +151,33 @@ def _plain(text: str) -> str:
 
 
 CSS: Final = Path(__file__).with_name("report.css")
+SCRIPT: Final = Path(__file__).with_name("compare.js")
+MAX_DOUBTFUL_CELLS: Final = 16
+"""Number of doubtful cells to show; further ones are folded."""
+
+
+class DoubtfulCell(NamedTuple):
+    """A cell with doubtful images, each with a caption and WebP data."""
+
+    name: str
+    images: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page with notes, charts, and grids of WebP images by caption."""
+    """A section of the page with notes, charts, grids of WebP images by caption, and images of doubtful cells."""
 
     heading: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...] = ()
     strips: Mapping[str, StripGrid] = field(default_factory=dict)
+    doubtful: tuple[DoubtfulCell, ...] = ()
 
 
 def write_page(
     title: str,
     facts: Mapping[str, Any],
+    headline: Sequence[Chart],
     findings: Sequence[Finding],
     sections: Iterable[Section],
     tables: Tables,
@@ -176,13 +188,19 @@ def write_page(
     Args:
         title: Title and heading of the page.
         facts: Names and values of the summary list.
+        headline: Charts that summarize the sweep.
         findings: Evaluated claims.
         sections: Sections with figures.
         tables: The cells and their comparisons.
         notes: Notes on the method.
     """
+    from diffserve.experiments.plots import figure_html
+
+    sections = list(sections)
+    has_strips = any(section.strips for section in sections)
     body = [
         f"<h1>{escape(title)}</h1>",
+        figure_html(headline),
         "<dl>",
         *(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()),
         "</dl>",
@@ -200,8 +218,9 @@ def write_page(
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>\n{CSS.read_text(encoding='utf-8')}{STYLE.read_text(encoding='utf-8')}</style></head><body>",
+            f"<style>\n{STYLE.read_text(encoding='utf-8')}{CSS.read_text(encoding='utf-8')}</style></head><body>",
             *body,
+            *([f"<script>\n{SCRIPT.read_text(encoding='utf-8')}</script>"] if has_strips else []),
             "</body></html>\n",
         ]
     )
@@ -232,22 +251,70 @@ def _section(section: Section) -> Iterator[str]:
     yield from (f'<p class="note">{_escape_evidence(note)}</p>' for note in section.notes)
     yield figure_html(section.charts)
     yield from (_strip(caption, grid) for caption, grid in section.strips.items())
+    if section.strips:
+        yield COMPARE
+    cells = [_doubtful_cell(cell) for cell in section.doubtful]
+    if cells:
+        yield f'<div class="doubtful">{"".join(cells[:MAX_DOUBTFUL_CELLS])}</div>'
+    if folded := cells[MAX_DOUBTFUL_CELLS:]:
+        yield f'<details><summary>{len(folded)} more</summary><div class="doubtful">{"".join(folded)}</div></details>'
+
+
+COMPARE: Final = """\
+<div class="compare" hidden><h3>Compare two cells</h3>
+<p><label>prompt <select></select></label></p>
+<p><label>left <select></select></label> <label>right <select></select></label></p>
+<div class="pair"><img alt=""><img alt=""></div>
+<p><label>border between left and right <input type="range" min="0" max="100" value="50"></label></p></div>"""
+"""Controls that ``compare.js`` fills; the left image is clipped over the right one."""
 
 
 def _strip(caption: str, grid: StripGrid) -> str:
+    """Render an image grid, with the rows after the first ones folded."""
+    toggle, table = "", _strip_table(grid, slice(grid.num_first))
+    if grid.differences:
+        toggle = '<label class="toggle"><input type="checkbox"> show difference maps</label>'
+    if folded := len(grid.rows[grid.num_first :]):
+        rest = _strip_table(grid, slice(grid.num_first, None))
+        table += f"<details><summary>{folded} more {'row' if folded == 1 else 'rows'}</summary>{rest}</details>"
+    return f'<figure class="strips"><figcaption>{escape(caption)}</figcaption>{toggle}{table}</figure>'
+
+
+def _strip_table(grid: StripGrid, part: slice) -> str:
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in grid.heads)
+    differences = grid.differences or [[None] * len(grid.heads)] * len(grid.rows)
     rows = []
-    for name, row in zip(grid.names, grid.rows, strict=True):
-        pictures = "".join(_picture(f"{name}, {head}", webp) for head, webp in zip(grid.heads, row, strict=True))
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{pictures}</tr>')
-    table = f'<table class="strip"><thead><tr><td></td>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'<figure><figcaption>{escape(caption)}</figcaption><div class="wide">{table}</div></figure>'
+    for name, images, maps in zip(grid.names[part], grid.rows[part], differences[part], strict=True):
+        cells = [
+            f"<td>{_picture(f'{name}, {head}', *pair)}</td>"
+            for head, *pair in zip(grid.heads, images, maps, strict=True)
+        ]
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
+    head = f"<thead><tr><td></td>{heads}</tr></thead>"
+    return f'<div class="wide"><table class="strip">{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _picture(what: str, webp: bytes | None) -> str:
+def _picture(title: str, webp: bytes | None, difference: bytes | None) -> str:
+    """Render an image of a grid and its difference map, if it has one."""
     if webp is None:
-        return "<td></td>"
-    return f'<td><img alt="{escape(what)}" src="data:image/webp;base64,{base64.b64encode(webp).decode()}"></td>'
+        return ""
+    if difference is None:
+        return _image(title, webp, "image")
+    text = f"difference of {title} from the converged image"
+    return _image(title, webp, "image compared") + _image(text, difference, "difference")
+
+
+def _image(alt: str, webp: bytes, kind: str) -> str:
+    data = base64.b64encode(webp).decode()
+    return f'<img class="{kind}" alt="{escape(alt)}" src="data:image/webp;base64,{data}">'
+
+
+def _doubtful_cell(cell: DoubtfulCell) -> str:
+    images = "".join(
+        f"<span>{_image(f'{cell.name}, {caption}', webp, 'image')}<small>{_escape_evidence(caption)}</small></span>"
+        for caption, webp in cell.images
+    )
+    return f"<figure><figcaption>{escape(cell.name)}</figcaption>{images}</figure>"
 
 
 def _table(tables: Tables) -> Iterator[str]:

@@ -1,18 +1,27 @@
-"""Curves as SVG: where dots stand, what is named, and that texts stay texts."""
+"""Curves as SVG: positions of dots, labels, merged and gray lines, and that texts are escaped."""
 
 from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from diffserve.experiments.charts import over_seconds, over_steps
+from diffserve.experiments.charts import (
+    MAX_COLORED,
+    STYLE,
+    color_numbers,
+    headline,
+    over_evaluations,
+    over_seconds,
+    over_steps,
+)
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.plots import COLORS, UPON, figure_html
+from diffserve.experiments.plots import COLORS, figure_html
 from diffserve.experiments.summary import CellSummary
 from ui.experiment.view import knee_sentence
 
@@ -55,14 +64,14 @@ def test_a_measure_of_which_less_is_better_has_its_front_below() -> None:
     assert "(lower is better)" in figure_html([chart])
 
 
-def test_several_guidance_scales_are_several_lines() -> None:
+def test_several_guidance_scales_are_several_names() -> None:
     other = [
         msgspec.structs.replace(summary, cell=msgspec.structs.replace(summary.cell, guidance_scale=1.0))
         for summary in SWEEP
     ]
     (chart,) = over_steps((*SWEEP, *other), [Measure.PSNR_DB], NAMES)
     assert [line.name for line in chart.lines] == [
-        "DDIM, guidance 3", "DDPM, guidance 3", "DDIM, guidance 1", "DDPM, guidance 1"
+        "DDIM, guidance 3; DDIM, guidance 1", "DDPM, guidance 3; DDPM, guidance 1"
     ]  # fmt: skip
 
 
@@ -92,7 +101,9 @@ def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> Non
     assert all(dot[1] > better[1] for dot, better in zip(worse, (a, b, c), strict=True))
     assert len(places(exact, "DDIM")) == 3
     assert [text.text for text in psnr.iter("text")][:4] == ["5", "10", "50", "steps"]
-    assert hints(psnr)[0] == "DDIM, 5 steps: 20.0 dB (95 % interval 19.0 to 21.0 dB), 0.05 s"
+    assert [text.text for text in psnr.iter("text")][-2:] == ["DDIM", "DDPM"], "labels at the ends of the lines"
+    assert "steps (dotted: converged images)" in [text.text for text in exact.iter("text")]
+    assert "DDIM, 5 steps: 20.0 dB (95 % interval 19.0 to 21.0 dB), 0.05 s" in hints(psnr)
 
 
 def test_text_takes_its_color_from_the_page_and_the_page_keeps_its_own_styles() -> None:
@@ -109,17 +120,103 @@ def test_seconds_have_a_front_and_its_knee_is_named() -> None:
     assert "its knee: DDIM with 10 steps" in knee_sentence(charts, NAMES)
     for svg in svgs(figure_html(charts)):
         texts = [text.text for text in svg.iter("text")]
-        assert "seconds per image (numbers: steps)" in texts
+        assert any("(dashed: Pareto front" in (text or "") for text in texts)
+        assert "DDIM 5" in texts, "points of the front have sampler and steps"
 
 
-def test_equal_curves_and_dots_are_visible_below_each_other() -> None:
-    over = over_steps(SWEEP, MEASURES, NAMES)  # all have the same share of exact images, and no two one distance
-    exact, psnr = (ElementTree.tostring(svg, "unicode") for svg in svgs(figure_html(over)))
-    wide = f"stroke: {COLORS[0]}; stroke-width: 4.4"
-    assert exact.count(wide) == 2, "both stretches of the curve below"
-    assert "stroke-width: 4.4" not in psnr
-    assert UPON in figure_html(over)
-    assert UPON not in figure_html(over[1:])
+def test_lines_that_coincide_are_one_line_with_both_names() -> None:
+    exact, psnr = over_steps(SWEEP, MEASURES, NAMES)  # equal shares of exact images, and different distances
+    assert [line.name for line in exact.lines] == ["DDIM, DDPM"]
+    assert [line.name for line in psnr.lines] == ["DDIM", "DDPM"]
+    exact_svg, _ = svgs(figure_html((exact, psnr)))
+    assert hints(exact_svg)[0] == "DDIM, 5 steps: 75.0 %, 0.05 s; DDPM, 5 steps: 75.0 %, 0.05 s"
+
+
+def test_lines_within_noise_that_a_reader_can_tell_apart_are_not_merged() -> None:
+    cells = [summary(name, n, value + n / 10) for name, value in (("a", 20.0), ("b", 20.5)) for n in (5, 50)]
+    (chart,) = over_steps(cells, [Measure.PSNR_DB])
+    assert len(chart.lines) == 2, "0.5 dB of a chart that shows 5 dB, though the intervals are 2 dB wide"
+    cells += [summary("c", 5, 60.0)]
+    (chart,) = over_steps(cells, [Measure.PSNR_DB])
+    assert [line.name for line in chart.lines] == ["c", "a, b"]
+
+
+MANY = tuple(
+    summary(f"sampler{number}", steps, 10.0 + 1.5 * number + steps / 4, seconds=steps * (1 if number else 0.9))
+    for steps in (4, 8, 16)
+    for number in range(21)
+)
+
+
+def test_the_best_lines_have_different_colors_and_the_others_are_gray() -> None:
+    (chart,) = over_steps(MANY, [Measure.PSNR_DB])
+    colored = {line.name: line.color for line in chart.lines if line.color is not None}
+    assert len(set(colored.values())) == len(colored) == MAX_COLORED
+    assert {"sampler20", "sampler0"} <= set(colored), "the best, and the fastest, which is on the front"
+    (svg,) = svgs(figure_html([chart]))
+    texts = [text.text for text in svg.iter("text")]
+    assert {line.name for line in chart.lines} <= set(texts), "all 21 lines have labels"
+    assert len(hints(svg)) == len(MANY)
+
+
+def test_labels_at_the_ends_of_21_lines_do_not_overlap() -> None:
+    (svg,) = svgs(figure_html(over_steps(MANY, [Measure.PSNR_DB])))
+    labels = {text.text: text for text in svg.iter("text") if (text.text or "").startswith("sampler")}
+    heights = sorted(float((text.get("y") or "").strip()) for text in labels.values())
+    assert len(heights) == 21
+    assert min(b - a for a, b in pairwise(heights)) > 7
+
+
+LEARNED = tuple(summary(f"learned:toy-{steps}", steps, 9.0 + steps) for steps in (4, 5, 8))
+
+
+def test_learned_samplers_of_a_family_are_one_colored_line() -> None:
+    cells = (*MANY, *LEARNED)
+    (chart,) = over_steps(cells, [Measure.PSNR_DB])
+    learned = next(line for line in chart.lines if line.name == "learned")
+    assert [dot.x for dot in learned.dots] == [4, 5, 8]
+    assert [dot.name for dot in learned.dots] == ["learned:toy-4", "learned:toy-5", "learned:toy-8"]
+    assert color_numbers(cells)["learned:toy", 3.0, ()] == learned.color == 0, "colored although it is the worst"
+    (alone,) = over_steps(cells[:-2], [Measure.PSNR_DB])
+    assert "learned:toy-4" in [line.name for line in alone.lines], "the full name of a single one"
+
+
+def test_evaluations_make_samplers_with_two_per_step_comparable() -> None:
+    heun = [msgspec.structs.replace(summary("heun", n, 20.0 + n), evaluations=4.0 * n) for n in (5, 10, 50)]
+    (chart,) = over_evaluations((*SWEEP, *heun, *LEARNED), [Measure.PSNR_DB], {"heun": "Heun"})
+    assert chart.title == "PSNR to the converged image (dB) over network evaluations"
+    assert chart.x_title == "network evaluations per image (two per step: Heun)"
+    ends = {line.name: [dot.x for dot in line.dots] for line in chart.lines}
+    assert ends == {"ddim": [5, 10, 50], "ddpm": [5, 10, 50], "Heun": [10, 20], "learned": [4, 5, 8]}
+
+
+def test_the_headline_has_closeness_over_evaluations_and_a_front_over_seconds() -> None:
+    closeness, quality = headline(SWEEP)
+    assert (closeness.measure, closeness.axis) == (Measure.PSNR_DB, "network evaluations")
+    assert (quality.measure, quality.axis) == (Measure.PSNR_DB, "seconds per image"), "exact match is equal everywhere"
+    better = [
+        msgspec.structs.replace(each, measures={**each.measures, "exact": Estimate(1 - 1 / each.cell.num_steps)})
+        for each in SWEEP
+    ]
+    assert [chart.measure for chart in headline(better)] == [Measure.PSNR_DB, Measure.EXACT]
+    assert headline(()) == ()
+
+
+def test_colors_of_lines_contrast_with_the_page_in_light_and_dark() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(color: str, ground: str) -> float:
+        low, high = sorted((luminance(color), luminance(ground)))
+        return (high + 0.05) / (low + 0.05)
+
+    light, dark = (re.findall(r"--chart-\d: (#\w+)", block) for block in STYLE.read_text().split("}")[:2])
+    assert light == list(COLORS[:-1])
+    assert len(dark) == len(set(dark)) == len(light)
+    assert all(contrast(color, "#ffffff") >= 3 for color in light)
+    assert all(contrast(color, "#16181c") >= 3 for color in dark)
 
 
 def test_what_comes_from_outside_stays_text() -> None:
@@ -148,4 +245,4 @@ def test_numbers_that_would_overlap_at_an_axis_are_left_out() -> None:
     texts = [text.text for text in psnr.iter("text")]
     labels = texts[: texts.index("steps")]
     assert labels[0] == "1"
-    assert 5 < len(labels) < 20
+    assert 5 < len(labels) < 15

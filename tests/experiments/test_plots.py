@@ -48,7 +48,8 @@ def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
         plots.curves(summaries),
         plots.quality_against_time(summaries),
         plots.strip(NASTY, THUMBNAILS),
-        plots.overview(summaries, NASTY, THUMBNAILS),
+        plots.contact_sheet(summaries, NASTY, THUMBNAILS),
+        plots.overview(summaries),
     ):
         actual = pixels(data)
         assert min(actual.shape[:2]) > 150
@@ -60,21 +61,15 @@ def test_a_plot_of_one_cell_or_without_some_measures_can_be_drawn(summaries: tup
     for part in (summaries[:1], summaries[:1] + summaries[-1:]):
         assert pixels(plots.curves(part)).size
         assert pixels(plots.quality_against_time(part)).size
-        assert pixels(plots.overview(part, "a fox", {})).size
+        assert pixels(plots.overview(part)).size
     assert pixels(plots.strip("a fox", {PLAN.cells[0]: png(3)})).size
 
 
 def test_the_overview_is_small_enough_to_be_kept_with_sources(summaries: tuple[CellSummary, ...]) -> None:
-    rng = np.random.default_rng(0)
-    smooth = [np.kron(rng.integers(0, 256, (8, 8, 3), np.uint8), np.ones((16, 16, 1), np.uint8)) for _ in CELLS]
-    thumbnails = {}
-    for cell, picture in zip(CELLS, smooth, strict=True):
-        file = BytesIO()
-        Image.fromarray(picture).save(file, "PNG")
-        thumbnails[cell] = file.getvalue()
-    data = plots.overview(summaries, "a fox", thumbnails)
-    assert len(data) < 200_000
-    assert pixels(data).shape[1] >= 1000
+    data = plots.overview(summaries)
+    assert len(data) < 80_000
+    assert pixels(data).shape[:2] == (451, 1012)
+    assert (pixels(data)[0, 0] == 255).all(), "a light background, also on a dark page"
 
 
 def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellSummary, ...]) -> None:
@@ -86,7 +81,7 @@ def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellS
 
 
 def test_a_strip_has_a_row_for_each_sampler_and_ends_in_the_converged_picture() -> None:
-    missing = Cell("ddim", 20, 3.0)
+    missing, colors = Cell("ddim", 20, 3.0), {("ddim", 3.0, ()): 0}
     grid = strip_grid({cell: data for cell, data in THUMBNAILS.items() if cell != missing})
     assert grid.heads == ("5 steps", "20 steps", "100 steps", "converged (200)")
     assert grid.names == ("ddpm", "ddim")
@@ -94,3 +89,12 @@ def test_a_strip_has_a_row_for_each_sampler_and_ends_in_the_converged_picture() 
     ddim = THUMBNAILS[Cell("ddim", 5, 3.0)], None, THUMBNAILS[Cell("ddim", 100, 3.0)], converged
     assert grid.rows[1] == ddim
     assert grid.rows[0][-1] == converged
+    assert strip_grid(THUMBNAILS, colors).names == ("ddim", "ddpm"), "the colored lines come first"
+    assert (strip_grid(THUMBNAILS, colors).num_first, grid.num_first) == (1, 2)
+
+
+def test_learned_samplers_of_a_family_are_one_row_of_a_strip() -> None:
+    learned = {Cell(f"learned:toy-{steps}", steps, 3.0): png(steps) for steps in (5, 20)}
+    grid = strip_grid({**THUMBNAILS, **learned})
+    assert grid.names == ("ddpm", "ddim", "learned")
+    assert grid.rows[2] == (png(5), png(20), None, THUMBNAILS[PLAN.references[0]])

@@ -87,7 +87,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
-    strip = StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),))
+    strip = StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),), 1)
     sections = [
         Section(NASTY, (NASTY,), charts=over_steps(summaries, Measure, {"ddim": NASTY})),
         Section("seconds", (), charts=over_seconds(summaries, [Measure.SSIM])),

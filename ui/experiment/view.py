@@ -13,10 +13,11 @@ from urllib.parse import quote
 import gradio as gr
 
 from diffserve.client import ImageCapabilities
-from diffserve.experiments.charts import Chart, Names, line_names, over_seconds, over_steps
+from diffserve.experiments.charts import Chart, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.measure import thumbnail
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
+from diffserve.experiments.series import Names, line_names, line_of
 from diffserve.experiments.summary import CellSummary, write_csv
 from diffserve.media.images import decode_image
 from ui.captions import seconds_text, status
@@ -239,10 +240,10 @@ def grid(board: Board, names: Mapping[str, str]) -> str:
     for reference in plan.references:
         heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
     rows = []
-    by_line = {(cell.line, cell.num_steps): cell for cell in plan.cells}
+    by_line = {(line_of(cell), cell.num_steps): cell for cell in plan.cells}
     for line, name in line_names(plan.cells, names).items():
-        cells = (*(by_line[line, n] for n in steps), *plan.references)
-        squares = "".join(_square(board, cell, names) for cell in cells)
+        cells = (*(by_line.get((line, n)) for n in steps), *plan.references)
+        squares = "".join("<td></td>" if cell is None else _square(board, cell, names) for cell in cells)
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
         f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
