@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import gradio as gr
 from gradio.components import Component
+from gradio.events import Dependency
 
 PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
@@ -46,11 +47,11 @@ def shown_if(is_shown: bool) -> dict[str, Any]:
     return update
 
 
-def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> None:
-    """Keep the values of ``fields`` over a reload of the tab, under the form's ``name``."""
+def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> Dependency:
+    """Keep the values of ``fields`` over a reload of the tab, under the form's ``name``; return the event of a load."""
     components: list[Component] = list(fields)
     names = [field.elem_id for field in fields]
-    page.load(
+    restored: Dependency = page.load(
         js=f"(...values) => diffserve.restore({name!r}, {names!r}, values)",
         inputs=components,
         outputs=components,
@@ -62,6 +63,7 @@ def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> None:
         inputs=components,
         **SILENT,
     )
+    return restored
 
 
 def keep_tab(page: gr.Blocks) -> None:

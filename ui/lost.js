@@ -112,13 +112,12 @@
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);
 
-  // Whether a tab's work was lost and is not restarted anyway: an experiment ends with its page, everything ends with the
-  // server. The message is repeated until something else happens in the tab.
+  // Whether a tab's work was lost with the server and is not restarted anyway. The message is repeated until something else
+  // happens in the tab. An experiment goes on without its page and its server.
   const left = kept(LEFT), pressedBefore = kept(PRESSED);
   sessionStorage.removeItem(LEFT);
   diffserve.wasLost = (name) => {
-    const isAnother = left.app !== appHere(), isGone = isAnother || (name === "experiment" && left.isLost);
-    const isLostNow = (left.busy?.[name] && isGone) || left.lost?.[name];
+    const isLostNow = (left.busy?.[name] && left.app !== appHere()) || left.lost?.[name];
     return Boolean(isLostNow && pressedBefore[name] !== TABS[name].run);
   };
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,36 +18,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.sweep_engines import engine_opener, load_models, resolve_precisions
-from diffserve.experiments.axes import (
-    MODEL,
-    PRECISION,
-    numbers,
-    read_axis,
-    read_values,
-    split_axis,
-    whole_numbers,
-)
+from diffserve.experiments.axes import MODEL, PRECISION, read_axis, whole_numbers
 from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
 from diffserve.experiments.export import Export
 from diffserve.experiments.model_measures import read_measures
-from diffserve.experiments.plan import (
-    DEFAULT_SAMPLERS,
-    DEFAULT_SEEDS,
-    DEFAULT_STEPS,
-    MAX_PROMPTS,
-    SweepPlan,
-    double_looks,
-    read_differences,
-)
-from diffserve.experiments.power import DIFFERENCES
-from diffserve.experiments.prompts import BenchmarkPrompt, held_out_prompts, read_benchmark_prompts, read_prompts
+from diffserve.experiments.plan import DEFAULT_SAMPLERS, DEFAULT_STEPS, SweepPlan
+from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, read_plan
+from diffserve.experiments.prompts import BenchmarkPrompt, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
-from schedulers.learned import is_learned
-
-DEFAULT_MAX_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -208,64 +189,37 @@ def plan_of(
     Raises:
         InvalidRequest: An argument is invalid.
     """
-    prompts, is_count = options.prompts.strip(), _is_count(options)
-    (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
-    if count > MAX_PROMPTS:
-        raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are allowed.", param="prompts")
-    axes = _read_axes(options)
-    has_guidance = "guidance" in axes
+    prompts = options.prompts.strip()
+    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = [(name, text) for name, text in given.items() if text is not None]
     profile = settings.model
-    samplers: tuple[str, ...] = (profile.sampler,) if gated else DEFAULT_SAMPLERS
-    steps = (profile.num_steps,) if gated else DEFAULT_STEPS
-    seeds = (1 if gated else DEFAULT_SEEDS) if options.num_seeds is None else options.num_seeds
-    texts = held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts))
-    looks = double_looks(seeds, len(texts), options.max_images) if options.until_decided and texts else ()
-    detect = DIFFERENCES if options.detect is None else read_differences(options.detect, "--detect")
-    if "samplers" in axes:
-        samplers = split_axis(axes.pop("samplers"), "--samplers")
-    return SweepPlan(
-        samplers=samplers,
-        learned=_learned_steps(samplers, settings),
-        steps=whole_numbers(axes.pop("steps"), "--steps") if "steps" in axes else steps,
-        guidance=numbers(axes.pop("guidance"), "--guidance") if "guidance" in axes else (profile.guidance_scale,),
-        axes={name: read_values(name, text) for name, text in axes.items()},
-        model_guidance={} if has_guidance else dict(model_guidance or {}),
-        prompts=texts,
-        num_seeds=looks[-1] if looks else seeds,
+    return read_plan(
+        [*axes, *map(read_axis, options.axes)],
+        prompts=whole_numbers(prompts, "--prompts")[0] if _is_count(options) else read_prompts(Path(prompts)),
+        guidance=profile.guidance_scale,
+        model_guidance=model_guidance,
+        samplers=(profile.sampler,) if gated else DEFAULT_SAMPLERS,
+        learned_steps=partial(_learned_steps, settings),
+        steps=(profile.num_steps,) if gated else DEFAULT_STEPS,
+        num_seeds=1 if gated and options.num_seeds is None else options.num_seeds,
         first_seed=options.first_seed,
         reference_steps=None if gated else options.reference_steps,
-        looks=looks,
-        detect=dict(detect),
+        until_decided=options.until_decided,
+        max_images=options.max_images,
+        detect=options.detect,
+        shown=lambda name: f"--{name.replace('_', '-')}",
     )
 
 
-def _learned_steps(samplers: Iterable[str], settings: Settings) -> dict[str, int]:
-    if not any(map(is_learned, samplers)):
-        return {}
+def _learned_steps(settings: Settings, samplers: Sequence[str]) -> dict[str, int]:
     from diffserve.runtime.loading.family import learned_samplers_of
 
     return learned_samplers_of(settings.model.path, settings.model.sampler_dir).steps_of(samplers)
 
 
 def axis_text(options: SweepOptions, name: str) -> str | None:
-    """Return the text of an axis, ``None`` if it is not given."""
-    return _read_axes(options).get(name)
-
-
-def _read_axes(options: SweepOptions) -> dict[str, str]:
-    """Return the text of each given axis by its name, including those with options of their own.
-
-    Raises:
-        InvalidRequest: An axis is unknown or given twice.
-    """
-    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    axes = {name: text for name, text in given.items() if text is not None}
-    for text in options.axes:
-        name, values = read_axis(text)
-        if name in axes:
-            raise InvalidRequest(f"the axis {name} is given twice; write all of its values in one option.", param=name)
-        axes[name] = values
-    return axes
+    """Return the text of an axis of ``--axis``, ``None`` if it is not given."""
+    return dict(map(read_axis, options.axes)).get(name)
 
 
 def make_progress(console: Console) -> Progress:

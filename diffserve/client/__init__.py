@@ -22,6 +22,18 @@ from diffserve.client.capabilities import (
 )
 from diffserve.client.clients import AsyncClient, Client, Stream
 from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
+from diffserve.client.experiments import (
+    CellFinished,
+    ExperimentAdvanced,
+    ExperimentCell,
+    ExperimentEnded,
+    ExperimentEvent,
+    ExperimentFailure,
+    ExperimentFields,
+    ExperimentProgress,
+    PlannedExperiment,
+    StoredExperiment,
+)
 from diffserve.client.images import (
     CompletedImage,
     Failure,
@@ -93,6 +105,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Capabilities",
+    "CellFinished",
     "Chat",
     "ChatChoice",
     "ChatDelta",
@@ -106,6 +119,13 @@ __all__ = [
     "EmbeddingFields",
     "Embeddings",
     "EndpointFields",
+    "ExperimentAdvanced",
+    "ExperimentCell",
+    "ExperimentEnded",
+    "ExperimentEvent",
+    "ExperimentFailure",
+    "ExperimentFields",
+    "ExperimentProgress",
     "Failure",
     "HistoryEntry",
     "HistoryFields",
@@ -127,6 +147,7 @@ __all__ = [
     "PageFields",
     "PaintedPicture",
     "PartialImage",
+    "PlannedExperiment",
     "Price",
     "Progress",
     "Provenance",
@@ -150,6 +171,7 @@ __all__ = [
     "ServerLost",
     "ServerUnreachable",
     "StoredBatch",
+    "StoredExperiment",
     "StoredFile",
     "Stream",
     "StreamedEditFields",

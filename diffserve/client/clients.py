@@ -17,6 +17,7 @@ import msgspec
 from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.client.capabilities import Model, ServerCapabilities
 from diffserve.client.errors import ServerLost
+from diffserve.client.experiments import ExperimentMethods
 from diffserve.client.images import ImageMethods
 from diffserve.client.responses import ResponseMethods
 from diffserve.client.stored import StoredDataMethods
@@ -32,7 +33,7 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[Model, ...]
 
 
-class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods):
+class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods):
     """Asynchronous client of a diffserve server, for asyncio.
 
     It raises the same exceptions as ``Client``. Methods that return an ``AsyncStream`` are not coroutines: enter the
@@ -295,4 +296,12 @@ class Client:
     forget_all = _blocking(AsyncClient.forget_all)
     usage = _blocking(AsyncClient.usage)
     usage_by_key = _blocking(AsyncClient.usage_by_key)
+    begin_experiment = _blocking(AsyncClient.begin_experiment)
+    plan_experiment = _blocking(AsyncClient.plan_experiment)
+    experiments = _blocking(AsyncClient.experiments)
+    experiment = _blocking(AsyncClient.experiment)
+    experiment_events = _opening(AsyncClient.experiment_events)
+    cancel_experiment = _blocking(AsyncClient.cancel_experiment)
+    delete_experiment = _blocking(AsyncClient.delete_experiment)
+    experiment_file = _blocking(AsyncClient.experiment_file)
     is_ready = _blocking(AsyncClient.is_ready)

@@ -156,7 +156,8 @@ class _Forgotten(msgspec.Struct):
     num_deleted: int
 
 
-def _with(path: str, fields: PageFields) -> str:
+def paged(path: str, fields: PageFields) -> str:
+    """Return ``path`` with the page selection as its query."""
     return f"{path}?{urlencode(fields)}" if fields else path
 
 
@@ -189,7 +190,7 @@ class StoredDataMethods(HttpClient):
         Returns:
             The files, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", _with(FILES, fields), Listed[StoredFile])
+        return await self._call("GET", paged(FILES, fields), Listed[StoredFile])
 
     async def file(self, file_id: str) -> StoredFile:
         """Fetch the metadata of a stored file.
@@ -277,7 +278,7 @@ class StoredDataMethods(HttpClient):
         Returns:
             The batches, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", _with(BATCHES, fields), Listed[StoredBatch])
+        return await self._call("GET", paged(BATCHES, fields), Listed[StoredBatch])
 
     async def cancel_batch(self, batch_id: str) -> StoredBatch:
         """Cancel a batch; lines that are already done stay in its output file.
@@ -302,7 +303,7 @@ class StoredDataMethods(HttpClient):
         Returns:
             The entries, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", _with(HISTORY, fields), Listed[HistoryEntry])
+        return await self._call("GET", paged(HISTORY, fields), Listed[HistoryEntry])
 
     async def history_entry(self, entry_id: str) -> HistoryEntry:
         """Fetch one history entry.

@@ -253,9 +253,18 @@ class HttpClient:
             InvalidRequest: A number in ``body`` is not finite.
         """
         content = body if isinstance(body, bytes) else encode_json(body)
+        return self._open("POST", path, content, reader, dict(headers))
+
+    def _events(self, path: str, reader: Reader[EventT]) -> AsyncStream[EventT]:
+        """Return the stream of a GET request."""
+        return self._open("GET", path, None, reader, {})
+
+    def _open(
+        self, method: str, path: str, content: bytes | None, reader: Reader[EventT], headers: dict[str, str]
+    ) -> AsyncStream[EventT]:
         timeout = httpx.Timeout(min(self._timeout_s, SILENCE_S), connect=CONNECT_S)
-        all_headers = on_behalf.headers() | dict(headers)
-        request = self._http.build_request("POST", path, content=content, headers=all_headers, timeout=timeout)
+        all_headers = on_behalf.headers() | headers
+        request = self._http.build_request(method, path, content=content, headers=all_headers, timeout=timeout)
         return AsyncStream(self._http, request, reader, self.url)
 
 

@@ -2,10 +2,11 @@
 
     prompts     held-out captions, and the share of images that show exactly what their prompts describe
     intervals   bootstrap intervals
-    plan        samplers x steps x guidance on the same prompts and seeds, with cost estimates
+    plan        samplers x steps x guidance on the same prompts and seeds, with costs; ``plan_reading`` reads it
     generation  core loop that generates, measures and records images, with an engine or a server
     run         runs a plan with an engine, resumably, and writes its report
     export      writes the images of a sweep in the folder layouts of benchmarks
+    served      runs a plan with the engines of a server
     gate        runs a plan in several precisions, and compares them
     charts      measures over steps and over time, rendered as PNG and SVG by ``plots``
     summary     result table, also as CSV

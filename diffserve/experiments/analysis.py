@@ -78,7 +78,6 @@ class Analysis:
         places: Places to include if they are recorded, by default all of the plan.
         checker: The checker's own error; ``None`` if prompts cannot be checked.
         undrawn: Cells whose images are not compared with rendered scenes, because their model generates other ones.
-        least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Analysis:
         places: Sequence[Place] | None = None,
         checker: CheckerError | None = None,
         undrawn: Collection[Cell] = (),
-        least_groups: int = 1,
     ) -> None:
         places = plan.places if places is None else places
         self.plan = plan
@@ -105,7 +103,6 @@ class Analysis:
         self._drawn = drawn
         self._undrawn = undrawn
         self._set_values = dict(set_values or {})
-        self._least_groups = least_groups
         self._common = self.shared_places(self._records)
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
@@ -153,7 +150,7 @@ class Analysis:
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
             groups = self._groups(self.shared_places((cell,)))
             share = share_of([bool(hit) for hit in hits], groups)
-            return Estimate(share.share, share.low, share.high) if self._has_interval(groups) else Estimate(share.share)
+            return Estimate(share.share, share.low, share.high)
         return self.contrast({cell: 1}, measure)
 
     def paired_values(self, cells: Iterable[Cell], measure: Measure) -> list[Floats] | None:
@@ -181,8 +178,6 @@ class Analysis:
             return None
         summed: Floats = np.sum([weight * part for weight, part in zip(weights.values(), values, strict=True)], axis=0)
         mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
-        if not self._has_interval(groups):
-            return Estimate(mean)
         bound = self._bound(weights)
         if bound is None:
             low, high = bootstrap_interval(summed.tolist(), groups)
@@ -217,9 +212,6 @@ class Analysis:
         """Return the bootstrap group of each place: its prompt, or for a single prompt the place itself."""
         several = len({prompt for prompt, _ in places}) > 1
         return [(prompt, 0) for prompt, _ in places] if several else list(places)
-
-    def _has_interval(self, groups: Sequence[Place]) -> bool:
-        return len(set(groups)) >= self._least_groups
 
     def picture_set(self, cell: Cell) -> PictureSet:
         """Return the features of a cell's images at the places that all cells share."""

@@ -49,7 +49,7 @@ MAIN_AXES: Final = {
 """Other names of the axes that have options of their own."""
 
 NOT_AXES: Final = {
-    "seed": "all cells share their seeds; set the number of images with --seeds",
+    "seed": "all cells share their seeds; set their number instead",
     "strength": "a sweep has no start image",
     "best_of": "it selects images, so cells would have no pairs",
     "similarity_threshold": "its images depend on those generated before",

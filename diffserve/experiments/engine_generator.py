@@ -8,16 +8,82 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFinished
+from diffserve.api.types import (
+    DiffusionParams,
+    Event,
+    Failed,
+    GenerationRequest,
+    ImageFinished,
+    ImageResult,
+    ModelInfo,
+    Timings,
+)
 from diffserve.experiments.axes import request_fields
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, PlannedImage, SweepPlan
 from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
+from diffserve.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
     from diffserve.engine.image.task import TickTrace
+    from diffserve.runtime.model import MemoryEntry
+    from diffserve.runtime.vae.vae import VAERunner
+
+TIMED_STEPS = 16
+"""Steps of the images that :func:`time_some` prefers: enough for a mean, and far fewer than a converged image has."""
+
+
+class SweepModel(Protocol):
+    """What a sweep needs of the model itself."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights."""
+
+    def memory_report(self) -> Sequence[MemoryEntry]:
+        """Sizes of the components; empty if unknown."""
+
+    @property
+    def vae(self) -> VAERunner:
+        """Autoencoder, which measures the checker's own error."""
+
+
+class SweepEngine(Protocol):
+    """What a sweep needs of an engine: one in this process, or the engines of a server."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Limits on the images in flight."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Description of the model and its device."""
+
+    @property
+    def model(self) -> SweepModel:
+        """The model."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether an image's bytes are independent of the rest of the batch."""
+
+    @property
+    def last_tick(self) -> TickTrace | None:
+        """Record of the latest tick; ``None`` if it computed nothing, or is unknown."""
+
+    def submit(self, order: GenerationRequest) -> str:
+        """Queue a request and return its id."""
+
+    def tick(self) -> list[Event]:
+        """Return what happened since the last call, after computing or waiting for it."""
+
+    def cancel(self, request_id: str) -> Any:
+        """Cancel a request."""
+
+    def warm_up(self) -> Any:
+        """Prepare the engine, so that its first images take no longer than others."""
 
 
 class EngineGenerator:
@@ -26,7 +92,7 @@ class EngineGenerator:
     The number of images in flight is limited by the engine's lanes and its waiting queue.
     """
 
-    def __init__(self, engine: Engine, plan: SweepPlan) -> None:
+    def __init__(self, engine: SweepEngine, plan: SweepPlan) -> None:
         self._engine = engine
         self._plan = plan
         self._flight: dict[str, PlannedImage] = {}
@@ -57,6 +123,8 @@ class EngineGenerator:
                 if isinstance(event, ImageFinished) and event.request_id in self._flight:
                     finished = self._finish(event)
                     references.discard(finished.image)
+                    if self._engine.last_tick is None:
+                        yield RowsDone({finished.image: finished.image.cell.rows})
                     yield finished
 
     def close(self) -> None:
@@ -73,7 +141,7 @@ class EngineGenerator:
     def _finish(self, event: ImageFinished) -> FinishedImage:
         image, result = self._flight.pop(event.request_id), event.result
         assert result.latents is not None, "a sweep requests latents"
-        used_s = self._used_s.pop(event.request_id, 0.0)
+        used_s = self._used_s.pop(event.request_id, result.device_s)
         return FinishedImage(
             image, result.pixels, result.seed, result.spacing, result.num_evaluations, result.latents.array, used_s
         )
@@ -125,3 +193,41 @@ def time_alone(
             image_s[cell].append(timings.denoise_s + timings.decode_s)
             on_timed(cell)
     return {cell: SoloTime(tuple(step_ms[cell]), tuple(image_s[cell])) for cell in cells}
+
+
+def timed_cells(plan: SweepPlan) -> dict[Cell, Cell]:
+    """Return for each cell the one whose time its own follows from: with equal settings, near ``TIMED_STEPS`` steps."""
+    lines: defaultdict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    for cell in plan.cells:
+        lines[cell.guidance_scale, cell.settings].append(cell)
+    timed = {
+        cell: min(line, key=lambda other: abs(other.rows - 2 * TIMED_STEPS)) for line in lines.values() for cell in line
+    }
+    return timed | {reference: timed[cell] for cell in plan.cells if (reference := plan.reference_of(cell)) is not None}
+
+
+def time_some(
+    paint: Callable[[GenerationRequest], ImageResult], plan: SweepPlan, on_timed: Callable[[Cell], None]
+) -> dict[Cell, SoloTime]:
+    """Time one image alone of each of ``timed_cells`` and return the times of all cells, in proportion to their rows.
+
+    The first image fills caches and is not timed. ``on_timed`` is called after each timed image.
+    """
+    timed = timed_cells(plan)
+    shown = dict.fromkeys(timed.values())
+    paint(request_for(plan, next(iter(shown)), plan.places[0]))
+    timings = defaultdict[Cell, list[Timings]](list)
+    for _ in range(TIMED_ROUNDS):
+        for cell in shown:
+            timings[cell].append(paint(request_for(plan, cell, plan.places[0])).timings)
+            on_timed(cell)
+    return {cell: _scaled(timings[other], cell, other) for cell, other in timed.items()}
+
+
+def _scaled(timings: Iterable[Timings], cell: Cell, timed: Cell) -> SoloTime:
+    share = cell.rows / timed.rows
+    each_step = share * timed.num_steps / cell.num_steps
+    return SoloTime(
+        tuple(1000 * each_step * timing.step_s for timing in timings),
+        tuple(share * timing.denoise_s + timing.decode_s for timing in timings),
+    )

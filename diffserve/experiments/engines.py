@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffserve.experiments import provenance
 from diffserve.experiments.axes import write_settings
-from diffserve.experiments.engine_generator import request_for
+from diffserve.experiments.engine_generator import SweepEngine, request_for
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import EngineKey, SweepPlan
 from diffserve.models.learned_samplers import LearnedSamplers
@@ -29,7 +29,7 @@ class EngineFacts:
         setup: Everything of the engine that the results of an image depend on.
         check: The checker of the prompts.
         model: Description for reports, see :func:`provenance.model`.
-        unet_bytes: Size of the UNet's weights.
+        unet_bytes: Size of the UNet's weights, 0 if unknown.
     """
 
     setup: Mapping[str, Any]
@@ -38,7 +38,7 @@ class EngineFacts:
     unet_bytes: int
 
     @classmethod
-    def of(cls, engine: Engine, plan: SweepPlan) -> EngineFacts:
+    def of(cls, engine: SweepEngine, plan: SweepPlan) -> EngineFacts:
         """Collect the facts of an open engine."""
         info = engine.info
         check = PromptCheck(info.family, plan.prompts)
@@ -58,7 +58,7 @@ class EngineFacts:
             setup=setup,
             check=check,
             model=provenance.model(info, is_deterministic=engine.is_deterministic),
-            unet_bytes=next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
+            unet_bytes=sum(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
         )
 
 

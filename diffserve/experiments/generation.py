@@ -1,12 +1,10 @@
-"""Core loop of sweeps, gates and the page: generates images, measures them, and stores the records."""
+"""Core loop of sweeps, gates and experiments: generates images, measures them, and stores the records."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
-
-import msgspec
 
 from diffserve.experiments.measure import ImageMeasures
 from diffserve.experiments.plan import Cell, Place, PlannedImage, SweepPlan
@@ -41,11 +39,6 @@ class RecordStore(Protocol):
         """Add a record, or replace one that was made before its converged image existed."""
 
 
-async def call_here(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function`` directly; use ``asyncio.to_thread`` instead if it must not block the event loop."""
-    return function(*arguments)
-
-
 def complete(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never suspends and return its result, without an event loop."""
     try:
@@ -62,8 +55,6 @@ async def generate_measured(
     store: RecordStore,
     images: Iterable[PlannedImage],
     on_event: Callable[[GenerationEvent], None],
-    *,
-    call: Callable[..., Awaitable[Any]] = call_here,
 ) -> None:
     """Generate ``images``, measure them, and add the records to ``store``.
 
@@ -76,32 +67,19 @@ async def generate_measured(
         store: Receives images and records.
         images: The images to generate.
         on_event: Called with every event of the generator; for finished images after they were measured.
-        call: Runs the measuring, for example in a thread.
     """
 
     def load_reference(cell: Cell, place: Place) -> StoredImage | None:
         reference_cell = plan.reference_of(cell)
         return None if reference_cell is None else store.load(reference_cell, place)
 
-    def measure(finished: FinishedImage) -> Iterator[tuple[Cell, ImageRecord]]:
-        """Yield the record of an image, and updated records if it is the reference of earlier images."""
-        cell, place = finished.image.cell, finished.image.place
-        store.save(finished)
-        yield cell, measures.measure(finished, load_reference(cell, place))
-        converged = StoredImage(finished.pixels, finished.latents)
-        for other in plan.cells if cell.is_reference else ():
-            record = store.records(other).get(place)
-            if record is not None and record.distance is None and plan.reference_of(other) == cell:
-                earlier = store.load(other, place)
-                distance = None if earlier is None else measures.distance(earlier, converged)
-                yield other, msgspec.structs.replace(record, distance=distance)
-
     try:
         async with aclosing(generator.generate(images)) as events:
             async for event in events:
                 if isinstance(event, FinishedImage):
-                    for cell, record in await call(lambda finished: list(measure(finished)), event):
-                        store.add(cell, record)
+                    cell, place = event.image.cell, event.image.place
+                    store.save(event)
+                    store.add(cell, measures.measure(event, load_reference(cell, place)))
                 on_event(event)
     finally:
         generator.close()

@@ -325,10 +325,6 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for place in self.places:
                 yield from (PlannedImage(cell, *place) for cell in wave)
 
-    def images_by_place(self) -> Iterator[PlannedImage]:
-        """Return all images ordered by place, so that images to be compared are generated at the same time."""
-        return (PlannedImage(cell, *place) for place in self.places for cell in self.all_cells)
-
     def check(self, info: ModelInfo) -> None:
         """Check that the step counts fit a model.
 
@@ -370,15 +366,15 @@ def canonical_sampler(text: str) -> str:
     return name if sigma_schedule is None else f"{name} {sigma_schedule}"
 
 
-def double_looks(first: int, num_prompts: int, max_images: int) -> tuple[int, ...]:
+def double_looks(first: int, num_prompts: int, max_images: int, name: str = "--max-images") -> tuple[int, ...]:
     """Return seeds per prompt that double from ``first`` as long as a cell has at most ``max_images`` images.
 
     Raises:
-        InvalidRequest: The first look exceeds ``max_images``.
+        InvalidRequest: The first look exceeds ``max_images``, which the message calls ``name``.
     """
     if first * num_prompts > max_images:
         raise InvalidRequest(
-            f"--max-images is {max_images}; {num_prompts} prompts with {first} seeds start with {first * num_prompts} "
+            f"{name} is {max_images}; {num_prompts} prompts with {first} seeds start with {first * num_prompts} "
             f"images per cell, so give at least {first * num_prompts}.",
             param="max_images",
         )

@@ -24,7 +24,6 @@ class FinishedImage(NamedTuple):
         evaluations: UNet rows of the image.
         latents: (C, h, w) float32, ``None`` if the generator has no access to them.
         engine_s: Share of the engine's time, 0 if unknown.
-        file: Encoded file with metadata, as sent by a server.
     """
 
     image: PlannedImage
@@ -34,15 +33,6 @@ class FinishedImage(NamedTuple):
     evaluations: int
     latents: NDArray[np.float32] | None = None
     engine_s: float = 0.0
-    file: bytes = b""
-
-
-class PreviewImage(NamedTuple):
-    """A PNG preview of an image in progress; the previews of an image are numbered from 0."""
-
-    image: PlannedImage
-    file: bytes
-    number: int
 
 
 class RowsDone(NamedTuple):
@@ -51,14 +41,7 @@ class RowsDone(NamedTuple):
     rows: Mapping[PlannedImage, float]
 
 
-class RefusedImage(NamedTuple):
-    """An image was rejected; no more images of its cell are attempted."""
-
-    image: PlannedImage
-    reason: str
-
-
-GenerationEvent = FinishedImage | PreviewImage | RowsDone | RefusedImage
+GenerationEvent = FinishedImage | RowsDone
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,11 +38,12 @@ from diffserve.world.checker import SceneSpec
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from diffserve.engine import Engine
+    from diffserve.experiments.engine_generator import SweepEngine
 
 CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
 RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
 FEW_PICTURES = 64  # as many as there are features
+TIMED_ALL = f"median of {TIMED_ROUNDS} rounds over all cells after all images were generated"
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ class SweepReport:
 
 def write_report(
     *,
-    engine: Engine,
+    engine: SweepEngine,
     plan: SweepPlan,
     store: Store,
     times: Mapping[Cell, SoloTime],
     facts: Mapping[EngineKey, EngineFacts],
     initial_machine: Mapping[str, Any],
     weights: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    how_timed: str = TIMED_ALL,
 ) -> SweepReport:
     """Analyze a complete sweep and write its files, the HTML page last.
 
@@ -88,6 +90,7 @@ def write_report(
         facts: Facts of each engine of the plan.
         initial_machine: State of the machine when the sweep started.
         weights: Folder name and digest of the weights of measures, by name of the measure.
+        how_timed: How the times were measured, for the notes.
     """
     check, size = facts[plan.engines[0]].check, engine.info.good_sizes[0]
     drawn = None if check.wishes is None else draw(check.wishes, *size)
@@ -104,7 +107,7 @@ def write_report(
         **({"models": {_name_of(key): fact.model for key, fact in facts.items()}} if len(facts) > 1 else {}),
         "plan": plan,
         **({"measures": _describe_weights(weights)} if weights else {}),
-        "notes": _notes(plan, facts, drawn, initial_machine),
+        "notes": _notes(plan, facts, drawn, initial_machine, how_timed),
         "checker": checker,
         "findings": findings,
         "comparisons": comparisons,
@@ -158,7 +161,7 @@ class _PreviousReport(msgspec.Struct):
     comparisons: tuple[Comparison, ...]
 
 
-def measure_checker(engine: Engine, check: PromptCheck) -> CheckerError | None:
+def measure_checker(engine: SweepEngine, check: PromptCheck) -> CheckerError | None:
     """Measure the checker's own error on rendered scenes after the model's autoencoder; see ``PromptCheck.error``."""
     vae = engine.model.vae
     return check.error(*engine.info.good_sizes[0], lambda pixels: vae.decode(vae.encode(pixels[None]))[0])
@@ -285,6 +288,7 @@ def _notes(
     facts: Mapping[EngineKey, EngineFacts],
     drawn: PictureSet | None,
     initial_machine: Mapping[str, Any],
+    how_timed: str,
 ) -> tuple[str, ...]:
     num_images = len(plan.places_until(plan.looks[0] if plan.looks else plan.num_seeds))
     notes = [
@@ -300,9 +304,9 @@ def _notes(
         "of random filters (64 features). No trained network ships with this package or is downloaded, so the values "
         "are not comparable with FID or KID in Inception features. The Frechet distance depends on the number of "
         "images: compare equal numbers only. Both look better against the converged images, which share the seeds.",
-        f"Milliseconds per step and seconds per image are for one image alone on the engine: median of {TIMED_ROUNDS} "
-        "rounds over all cells after all images were generated. Images per second are for the full engine: each image "
-        "is charged its share of every tick that it was part of, by rows, while the cells shared the engine.",
+        f"Milliseconds per step and seconds per image are for one image alone on the engine: {how_timed}. Images per "
+        "second are for the full engine: each image is charged its share of every tick that it was part of, by rows, "
+        "while the cells shared the engine.",
         "The Pareto front uses only the values; check the intervals before you trust a small difference.",
     ]
     if len(plan.looks) > 1:

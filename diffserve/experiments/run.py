@@ -23,7 +23,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import MODEL, PRECISION, Value, read_models, write_settings
-from diffserve.experiments.engine_generator import EngineGenerator, time_alone
+from diffserve.experiments.engine_generator import EngineGenerator, SweepEngine, time_alone
 from diffserve.experiments.engines import EngineFacts, Engines, OpenEngine, check_plan, shared_setup
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.export import Export
@@ -258,11 +258,11 @@ def run_plan(
     initial_machine = machine()
     image_cells = () if export is None else plan.all_cells
     with open_store(plan, facts, folder, results=RESULTS, image_cells=image_cells, digests=digests) as store:
-        times = _read_times(store, plan)
+        times = read_times(store, plan)
         untimed = [cell for cell in plan.all_cells if cell not in times]
         counter = ProgressCounter(on_progress, TIMED_ROUNDS * sum(cell.rows for cell in untimed))
         with contextlib.suppress(_TimeIsUpError):
-            for images in _images_of_looks(plan, store, on_note):
+            for images in images_of_looks(plan, store, on_note):
                 generate_missing(engines, plan, store, facts, images, counter, models)
                 counter.deadline_s = deadline_s
         counter.deadline_s = math.inf
@@ -270,7 +270,7 @@ def run_plan(
             cells = plan.cells_of(key)
             if not times.keys() >= set(cells):
                 timed = time_alone(engines.get(key), plan, cells, lambda cell: counter.add("timing", cell.rows))
-                store.write_json(_times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
+                store.write_json(times_name(store, cells), {cell.slug: time for cell, time in timed.items()})
                 times |= timed
         counter.add("reporting")
         if export is not None:
@@ -286,7 +286,7 @@ def run_plan(
         )
 
 
-def _images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
+def images_of_looks(plan: SweepPlan, store: Store, on_note: Callable[[str], None]) -> Iterator[list[PlannedImage]]:
     """Yield the missing images of each look; after the first only those of cells with an open verdict.
 
     The verdicts of a look use only its seeds, so that a resumed sweep makes the same decisions.
@@ -349,7 +349,7 @@ def generate_missing(
     counter: ProgressCounter,
     models: ModelMeasures = NO_MODELS,
 ) -> None:
-    """Generate and measure missing images, one engine after the other; see :func:`_generate_on`.
+    """Generate and measure missing images, one engine after the other; see :func:`generate_on`.
 
     Args:
         engines: Generate the images.
@@ -367,19 +367,21 @@ def generate_missing(
     for key, group in missing.items():
         if group:
             on_rows = partial(counter.add, f"painting{write_settings(key)}")
-            _generate_on(engines.get(key), plan, store, facts[key].check, group, on_rows, models)
+            generate_on(engines.get(key), plan, store, facts[key].check, group, on_rows, models)
 
 
-def _generate_on(
-    engine: Engine,
+def generate_on(
+    engine: SweepEngine,
     plan: SweepPlan,
     store: Store,
     check: PromptCheck,
     images: Sequence[PlannedImage],
     on_rows: Callable[[float, Cell | None], None],
-    models: ModelMeasures,
+    models: ModelMeasures = NO_MODELS,
 ) -> None:
     """Generate and measure images on one engine; every record is on disk before the next engine tick."""
+    if not images:
+        return
     from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
     num_left = Counter(image.cell for image in images)
@@ -398,16 +400,17 @@ def _generate_on(
     complete(generate_measured(plan, generator, measures, store, images, count))
 
 
-def _times_name(store: Store, cells: Sequence[Cell]) -> str:
+def times_name(store: Store, cells: Sequence[Cell]) -> str:
+    """Return the name of the file with the times of the cells of an engine."""
     return f"times-{store.digest(cells[0], {'cells': cells})}.json"
 
 
-def _read_times(store: Store, plan: SweepPlan) -> dict[Cell, SoloTime]:
+def read_times(store: Store, plan: SweepPlan) -> dict[Cell, SoloTime]:
     """Read the times that an earlier run measured, without those of engines that lack the time of a cell."""
     read: dict[Cell, SoloTime] = {}
     for cells in map(plan.cells_of, plan.engines):
         with contextlib.suppress(msgspec.ValidationError, KeyError):
-            times = msgspec.convert(store.read_json(_times_name(store, cells)), dict[str, SoloTime])
+            times = msgspec.convert(store.read_json(times_name(store, cells)), dict[str, SoloTime])
             read |= {cell: times[cell.slug] for cell in cells}
     return read
 

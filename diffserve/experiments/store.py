@@ -30,6 +30,9 @@ SETUP, LOCK = "setup.json", "lock"
 MEASURES = "measures"
 """Setup field with the digests of the weights of measures, absent without such measures."""
 
+IN_USE = "folder_in_use"
+"""Code of the error of a folder that another process writes to."""
+
 DIGEST_DIGITS = 12
 MAX_SHOWN_CHARS = 24
 NAMES = {
@@ -272,7 +275,7 @@ def take_lock(folder: Path) -> IO[bytes]:
         except OSError:
             file.close()
             message = f"another sweep is writing to {str(folder)!r} now; wait for it or choose another folder."
-            raise InvalidRequest(message, param="output") from None
+            raise InvalidRequest(message, param="output", code=IN_USE) from None
     return file
 
 

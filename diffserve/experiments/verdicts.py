@@ -114,10 +114,12 @@ def is_comparable(cell: Cell, baseline: Cell, measure: Measure) -> bool:
     return is_same_model or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID, *PROMPT_MEASURES)
 
 
-def compare_cells(analysis: Analysis, measures: Iterable[Measure] = Measure) -> Iterator[Comparison]:
-    """Yield the comparisons of the plan, in each of ``measures`` that both cells have."""
+def compare_cells(
+    analysis: Analysis, measures: Iterable[Measure] = Measure, pairs: Iterable[tuple[Cell, Cell]] | None = None
+) -> Iterator[Comparison]:
+    """Yield the comparisons of ``pairs`` (by default the plan's) in each of ``measures`` that both cells have."""
     measures = tuple(measures)
-    for cell, baseline in analysis.plan.comparisons:
+    for cell, baseline in analysis.plan.comparisons if pairs is None else pairs:
         for measure in measures:
             judged = judge_difference(analysis, {cell: 1, baseline: -1}, measure)
             if judged is None or not is_comparable(cell, baseline, measure):

@@ -52,8 +52,11 @@ from diffserve.service.responses.endpoint import Responses
 from diffserve.service.responses.response_store import ResponseStore
 from diffserve.service.responses.schemas import ResponseBody
 from diffserve.service.responses.turns import MAX_PAGE
+from diffserve.service.safety import Safety
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.batches import BatchBody, BatchRoutes
+from diffserve.service.stored.experiment_runner import ExperimentRunner
+from diffserve.service.stored.experiments import ExperimentBody, ExperimentRoutes
 from diffserve.service.stored.files import FilePictures, FileRoutes
 from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
@@ -67,6 +70,7 @@ from diffserve.service.threads import FILES
 from diffserve.settings.config import ServeConfig
 from diffserve.store.batches import Batches
 from diffserve.store.database import Database
+from diffserve.store.experiments import Experiments
 from diffserve.store.files import Files
 from diffserve.store.history import History
 from diffserve.store.replies import Replies
@@ -186,6 +190,7 @@ def create_app(
         UsageRoutes(app, usage, book, owners)
     if database is not None and files is not None:
         _add_stored(app, database, files, owners, admission, engine.metrics)
+        _add_experiments(app, Experiments(database), owners, context, checks.safety)
     if page is not None:
         app.router.routes.append(page)
     add_docs(app)
@@ -344,6 +349,16 @@ def _add_stored(
     routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
     summary = "Create a batch of requests from an uploaded file"
     _post(app, "/v1/batches", routes.create, BatchBody, summary, needs_engine=False)
+    app.state.background_tasks.append(runner.run_for_ever)
+
+
+def _add_experiments(
+    app: FastAPI, experiments: Experiments, owners: Owners, context: ServiceContext, safety: Safety | None
+) -> None:
+    runner = ExperimentRunner(context, experiments, owners, safety)
+    routes = ExperimentRoutes(app, experiments, owners, runner, context, safety)
+    summary = "Create an experiment that compares samplers, steps and other settings"
+    _post(app, "/v1/experiments", routes.create, ExperimentBody, summary, needs_engine=False)
     app.state.background_tasks.append(runner.run_for_ever)
 
 

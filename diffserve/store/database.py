@@ -117,6 +117,23 @@ MIGRATIONS: Final = (
         expires_s REAL NOT NULL
     ) STRICT;
     """,
+    """
+    CREATE TABLE experiments (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        model TEXT NOT NULL,
+        plan TEXT NOT NULL,
+        status TEXT NOT NULL,
+        error TEXT NOT NULL,
+        times TEXT NOT NULL,
+        created_s REAL NOT NULL,
+        num_images INTEGER NOT NULL,
+        estimated_s REAL
+    ) STRICT;
+    CREATE INDEX experiments_by_owner ON experiments (owner, number);
+    CREATE INDEX experiments_by_status ON experiments (status);
+    """,
 )
 """Migration scripts, one per schema version. Add new ones; never change a released one."""
 

@@ -78,14 +78,17 @@ def start_both(there: Visit) -> None:
     there.until("() => [...document.querySelectorAll('#exp-grid td img')].some(image => image.naturalWidth > 0)")
 
 
-def expect_both_lost(there: Visit, cable: Cable) -> None:
-    """Check that lost work is reported in its tab and can be started again after the restart."""
+def expect_image_lost(there: Visit, cable: Cable) -> None:
+    """Check that lost work is reported in its tab and can be started again after the restart.
+
+    The experiment went on, and its Stop, pressed without a connection, stops it now.
+    """
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
-    there.expect_text("exp-status", "lost when the server stopped; press Run")
+    there.expect_text("exp-status", "stopped: ")
     cable.pull_out()  # like a server that is briefly too busy to answer
     there.expect_text("exp-status", "connection lost")
     cable.plug_in()
-    there.expect_text("exp-status", "lost when the server stopped; press Run")
+    there.expect_text("exp-status", "stopped: ")
     expect(there.part("exp-stop")).to_be_hidden()
     there.expect_text("exp-estimate", r"about \d+ (s|min)")
     expect(there.field("exp-steps")).to_have_value("2, 1000")
@@ -141,6 +144,6 @@ def test_a_server_that_dies_midway_is_reported_at_once_and_the_next_one_continue
             here.gallery().last.click()
             here.expect_caption("25 steps")
             screenshot(here, "back")
-            expect_both_lost(there, cable)
+            expect_image_lost(there, cable)
             screenshot(there, "experiment-back")
             second.wait_until_idle(SOON_S)

@@ -41,14 +41,14 @@ def until_run(here: Visit) -> None:
 def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     fill_in(here, samplers=("DDIM", "DPM++ 2M"), steps="1, 3")
-    here.part("exp-converged").get_by_role("checkbox").uncheck()
-    here.expect_text("exp-estimate", r"4 combinations of .* 1 image each: about \d+ (s|min)")
+    here.write("exp-reference-steps", 5)
+    here.expect_text("exp-estimate", r"4 combinations of .* 1 image each, and 1 converged one: about \d+ (s|min)")
     here.press("exp-run")
     here.until("() => document.querySelectorAll('#exp-grid img').length > 0")
     screenshot(here, "experiment-running")
     until_run(here)
-    pictures = here.part("exp-grid").locator("td img:not(.preview)").all()
-    assert len({picture.get_attribute("src") for picture in pictures}) == 4
+    pictures = here.part("exp-grid").locator("td img").all()
+    assert len({picture.get_attribute("src") for picture in pictures}) == 5
     assert all(picture.evaluate("image => image.naturalWidth") >= 64 for picture in pictures)
     for curves in ("exp-curves-steps", "exp-curves-seconds"):
         charts = here.part(curves).locator("figure svg")
@@ -57,11 +57,14 @@ def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screensho
     screenshot(here, "experiment-done")
     expect_no_barrier(here)
     table = list(csv.DictReader(io.StringIO(here.save("exp-csv", tmp_path).read_text(encoding="utf-8"))))
-    assert len(table) == 4
+    assert len(table) == 5
     assert {row["sampler"] for row in table} == {"ddim", "dpmpp_2m"}
-    assert {int(row["steps"]) for row in table} == {1, 3}
+    assert {int(row["steps"]) for row in table} == {1, 3, 5}
     sheet = decode_image(here.save("exp-png", tmp_path).read_bytes())
     assert sheet.width_px > 300
+    assert "<html" in here.save("exp-report", tmp_path).read_text(encoding="utf-8")
+    here.page.reload()
+    here.until("() => document.querySelectorAll('#exp-grid img').length === 6")  # found again
 
 
 def test_a_stopped_experiment_retains_finished_images_and_frees_its_slots(

@@ -22,7 +22,7 @@ from diffserve.api.errors import EngineUnavailable, QueueFull
 from diffserve.service.admission import Admission
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.metrics import Metrics
-from diffserve.service.stored import batch_runner
+from diffserve.service.stored import background, batch_runner
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.owners import Owners
 from diffserve.settings.layers import load_settings
@@ -81,6 +81,7 @@ class Works:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOOK_EVERY_S", "MAX_RETRY_S"):
         monkeypatch.setattr(batch_runner, name, 0.01)
+        monkeypatch.setattr(background, name, 0.01)
 
 
 def test_lines_are_retried_after_a_full_queue_or_a_lost_engine(tmp_path: Path) -> None:

@@ -10,20 +10,16 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.open_loop import Answer, ask, flood, quantile
-from diffserve.client import AsyncClient
-from diffserve.experiments.measure import PromptCheck
-from diffserve.experiments.plan import SweepPlan
+from diffserve.client import Client
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
 from tests.service.test_image_stream import stream
-from ui.experiment import run as experiment_run
-from ui.experiment.run import GridRun
 
 pytestmark = pytest.mark.slow
 
@@ -158,30 +154,19 @@ def test_queued_streams_get_their_new_position(small_server: RunningServer) -> N
         assert (started["queue_position"], started["image_index"]) == (None, 0)
 
 
-def test_an_experiment_waits_while_the_queue_is_full(
-    small_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experiment_run, "LONGEST_WAIT_S", 1.0)
-    plan = SweepPlan(
-        samplers=("ddim", "euler"), steps=(2,), guidance=(3.0,), prompts=("a red fox", "a castle"), num_seeds=1,
-        first_seed=5, reference_steps=None,
-    )  # fmt: skip
-
-    async def paint(make_room: Callable[[], None]) -> tuple[GridRun, int]:
-        async with AsyncClient(small_server.url) as client:
-            run, num_waits = GridRun(client, plan, PromptCheck("sd15", plan.prompts), tmp_path), 0
-            async with aclosing(run.watch()) as moments:
-                async for _ in moments:
-                    if run.is_waiting and num_waits == 0:
-                        assert run.board.num_painted == 0
-                        num_waits += 1
-                        await asyncio.to_thread(make_room)
-            return run, num_waits
-
-    with ExitStack() as crowd:
+def test_an_experiment_waits_while_the_queue_is_full(small_server: RunningServer) -> None:
+    with Client(small_server.url) as client, ExitStack() as crowd:
+        name = client.begin_experiment(
+            samplers="ddim,euler", steps=[2], guidance=3.0, prompts=["a red fox", "a castle"], num_seeds=1,
+            reference_steps=2,
+        ).id  # fmt: skip
         crowd.enter_context(full_queue(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
-        run, num_waits = asyncio.run(paint(crowd.close))
-    assert (run.error, run.board.num_painted, num_waits) == (None, 4, 1)
+        experiment = client.experiment(name)
+        assert (experiment.is_over, experiment.cells) == (False, ())
+        crowd.close()
+        wait_for(lambda: client.experiment(name).is_over, SOON_S, "the experiment")
+        over = client.experiment(name)
+        assert (over.status, len(over.cells)) == ("completed", 3)
 
 
 def test_a_tenfold_burst_is_served_or_refused_quickly(small_server: RunningServer) -> None:

@@ -38,7 +38,7 @@ class Painted(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """The result of ``/experiment``: HTML and two downloaded files."""
+    """The result of ``/experiment``: HTML, three downloaded files, and the ID of the experiment."""
 
     status: str
     grid: str
@@ -46,6 +46,8 @@ class Experiment(NamedTuple):
     over_seconds: str
     csv: Any
     png: Any
+    report: Any
+    current: str
 
 
 def file_in(value: Any) -> Path:
@@ -182,16 +184,16 @@ def test_an_invalid_value_is_a_message_with_the_fix(page: Client, fields: dict[s
 def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> None:
     fields = {
         "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
-        "has_converged": False,
+        "reference_steps": 5,
     }  # fmt: skip
     estimate = page.predict(**fields, api_name="/experiment_estimate")
     assert re.search(r"about \d+ (s|min)", estimate)
     done = Experiment(*page.submit(**fields, api_name="/experiment").result(PATIENCE_S))
     table = list(csv.DictReader(file_in(done.csv).read_text(encoding="utf-8").splitlines()))
     assert {(row["sampler"], row["steps"]) for row in table} == {
-        ("ddim", "1"), ("ddim", "3"), ("euler", "1"), ("euler", "3")
+        ("ddim", "1"), ("ddim", "3"), ("euler", "1"), ("euler", "3"), ("ddim", "5")
     }  # fmt: skip
-    assert done.grid.count("<img") == 4
+    assert done.grid.count("<img") == 6, "the converged image at the end of each row"
     assert "<svg" in done.over_steps
     assert "<svg" in done.over_seconds
     assert decode_image(file_in(done.png).read_bytes()).width_px > 300
@@ -200,7 +202,7 @@ def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> Non
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
-     ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
+     ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "First seed is -1")],
 )  # fmt: skip
 def test_an_experiment_that_cannot_run_reports_the_reason(page: Client, fields: dict[str, Any], sentence: str) -> None:
     values = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,7 +13,7 @@ from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
-from ui.events import PRIVATE, SILENT, keep_form
+from ui.events import PRIVATE, keep_form
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
 
@@ -26,9 +25,9 @@ DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpm
 DEFAULT_STEPS: Final = "5, 10, 20, 50"
 DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a blue background"
 DEFAULT_SEEDS: Final = 2
+DEFAULT_REFERENCE_STEPS: Final = 200
 NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Estimating the duration."
-LOST: Final = "This experiment was lost when the server stopped; press Run to start it again."
 ASK_AGAIN_S: Final = 2.0
 """How often the estimate is retried while the models load."""
 
@@ -44,7 +43,7 @@ class ExperimentFields(NamedTuple):
     num_seeds: gr.Number
     first_seed: gr.Number
     guidance: gr.Textbox
-    has_converged: gr.Checkbox
+    reference_steps: gr.Number
     model: gr.Dropdown
 
 
@@ -57,8 +56,10 @@ class ExperimentOutputs(NamedTuple):
     curves_over_seconds: gr.HTML
     csv: gr.DownloadButton
     png: gr.DownloadButton
+    report: gr.DownloadButton
     run: gr.Button
     stop: gr.Button
+    current: gr.Textbox
 
 
 def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
@@ -106,16 +107,17 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
             min_width=80,
             elem_id="exp-guidance",
         )
-    has_converged = gr.Checkbox(
-        True,
-        label="Compare with a reference image",
-        info="The same seed with 200 DDIM steps, which takes as long as several other images.",
-        elem_id="exp-converged",
+    reference_steps = gr.Number(
+        DEFAULT_REFERENCE_STEPS,
+        label="Reference steps",
+        info="DDIM steps of the image that all others of its seed are compared with.",
+        precision=0,
+        elem_id="exp-reference-steps",
     )
     model = gr.Dropdown(
         [("Default", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
     )
-    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model), held_out
+    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model), held_out
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
@@ -126,7 +128,11 @@ def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
     with gr.Row(elem_id="exp-files"):
         csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
         png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
-    return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, run, stop)
+        report = gr.DownloadButton(
+            "Download report", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-report"
+        )
+    current = gr.Textbox(label="Experiment", visible="hidden", elem_id="exp-current")
+    return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, report, run, stop, current)
 
 
 def _html(name: str, label: str, styles: Iterable[Path], value: str = "") -> gr.HTML:
@@ -148,7 +154,7 @@ def _connect(
     outputs.run.click(
         events.run, list(fields), list(outputs), api_name="experiment", show_progress="hidden", concurrency_limit=None
     )
-    outputs.stop.click(events.stop, **PRIVATE)
+    outputs.stop.click(events.stop, outputs.current, **PRIVATE)
     estimated = gr.on(
         [*(field.change for field in fields), tab.select],
         events.estimate,
@@ -180,15 +186,16 @@ def _connect(
             return gr.skip(), gr.skip()
 
     keep_form(page, "experiment", fields)
-    page.load(
-        js=f"(text) => diffserve.wasLost('experiment') ? {json.dumps(status(LOST, is_error=True))} : text",
-        inputs=outputs.status,
-        outputs=outputs.status,
-        **SILENT,
+    keep_form(page, "experiment-run", [outputs.current]).then(
+        events.follow,
+        outputs.current,
+        list(outputs),
+        api_visibility="private",
+        show_progress="hidden",
+        concurrency_limit=None,
     )
     page.load(greet, fields.model, [fields.samplers, held_out, fields.model, estimate], **PRIVATE)
     fields.model.change(choose, fields.model, [fields.samplers, held_out], **PRIVATE)
-    page.unload(events.leave)
 
 
 def _of_model(models: Models, model: str | None) -> tuple[Any, Any]:

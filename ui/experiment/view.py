@@ -11,39 +11,44 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import gradio as gr
+import msgspec
 
-from diffserve.client import ImageCapabilities
+from diffserve.api.errors import DiffserveError
+from diffserve.client import (
+    AsyncClient,
+    CellFinished,
+    ExperimentAdvanced,
+    ExperimentEnded,
+    ExperimentEvent,
+    ImageCapabilities,
+    PlannedExperiment,
+    StoredExperiment,
+)
 from diffserve.experiments.charts import Chart, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.measure import thumbnail
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
 from diffserve.experiments.series import Names, line_names, line_of
 from diffserve.experiments.summary import CellSummary, write_csv
-from diffserve.media.images import decode_image
 from ui.captions import seconds_text, status
 from ui.events import shown_if
-from ui.experiment.board import SHOWN, Board, Square
-from ui.experiment.run import GridRun
-from ui.experiment.speed import TIMED_PICTURES, ServerSpeed
 from ui.files import PageFiles
 from ui.server import sentence
-
-TELL_EVERY_S: Final = 1.0
-"""Longest time between updates; sending one reveals that a page is closed."""
 
 CURVES_EVERY_S: Final = 4.0
 """Shortest time between updates of the curves, which take about 0.2 s of a core."""
 
-SECONDS_ARE: Final = "evaluations times the measured time of a single one"
-THUMBNAIL_PX: Final = 256
+SECONDS_ARE: Final = "in proportion to UNet rows, from images timed alone"
 MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
-UNMEASURED: Final = (
-    "There is no data for a curve: compare with a reference image, or use prompts that the checker of "
-    "the embedded model knows."
+PENDING: Final = "Curves appear once a sampler and step count is finished."
+NO_CURVE: Final = "There is no data for a curve: no sampler and step count is finished."
+SECONDS_NOTE: Final = (
+    "Seconds are those of one image alone: its UNet rows times the time of a row, and decoding; medians of images "
+    "generated alone before all others."
 )
-PAIRED: Final = "prompt and seed has an image for every sampler and step count, and a reference."
-UNPAIRED: Final = f"There is no data for a curve: no {PAIRED}"
-PENDING: Final = f"Curves appear once a {PAIRED}"
+WAITING: Final = "waiting for its turn"
+PHASES: Final = {"timing": "measuring how long one image takes alone", "reporting": "writing the report"}
+FILES: Final = {"csv": "cells.csv", "png": "overview.png", "report": "report.html"}
+"""Files of the report by the component that offers them."""
 
 
 class Shown(NamedTuple):
@@ -55,122 +60,158 @@ class Shown(NamedTuple):
     curves_over_seconds: Any = gr.skip()
     csv: Any = gr.skip()
     png: Any = gr.skip()
+    report: Any = gr.skip()
     run: Any = gr.skip()
     stop: Any = gr.skip()
+    current: Any = gr.skip()
 
 
 class View:
-    """The state of a page that shows a run, to send only changes."""
+    """The state of a page that shows an experiment, to send only changes.
 
-    def __init__(self, run: GridRun, speed: ServerSpeed, names: dict[str, str]) -> None:
-        self._run = run
-        self._speed = speed
-        self._names = names
-        self._seen = -1
+    Attributes:
+        folder: The folder of its images.
+        is_over: Whether the last event was taken.
+    """
+
+    def __init__(
+        self, experiment: StoredExperiment, image: ImageCapabilities, client: AsyncClient, files: PageFiles
+    ) -> None:
+        self.plan = msgspec.convert(experiment.plan, SweepPlan)
+        self.folder = files.new_folder()
+        self._client = client
+        self._files = files
+        self._names = names_of(self.plan, image)
+        self._experiment = experiment
+        self._now: ExperimentAdvanced | None = None
+        self._cells: dict[Cell, CellSummary] = {}
+        self._looks: dict[Cell, Path] = {}
+        self._is_new = False
         self._num_drawn = 0
-        self._told_s = self._drawn_s = self._start_s = time.monotonic()
+        self._drawn_s = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the experiment is over."""
+        return self._experiment.is_over
 
     def beginning(self) -> Shown:
         """Return an empty grid, with Stop in place of Run."""
-        return Shown(
-            self._status(), self._grid(), "", "",
-            gr.update(value=None, visible=False), gr.update(value=None, visible=False),
-            {**shown_if(False), "interactive": True}, shown_if(True),
-        )  # fmt: skip
+        no_files = dict.fromkeys(FILES, gr.update(value=None, visible=False))
+        buttons = {"run": {**shown_if(False), "interactive": True}, "stop": shown_if(True)}
+        return Shown(self._status(), self._grid(), "", "")._replace(**no_files, **buttons)
 
-    async def news(self) -> Shown | None:
-        """Return what changed since the last call; None if nothing did and no update is due."""
-        board, now_s = self._run.board, time.monotonic()
-        is_new = board.version != self._seen
-        if not is_new and now_s - self._told_s < TELL_EVERY_S:
-            return None
-        self._seen, self._told_s = board.version, now_s
-        shown = Shown(self._status(), self._grid() if is_new else gr.skip())
-        if board.num_painted == self._num_drawn or now_s - self._drawn_s < CURVES_EVERY_S:
+    async def take(self, event: ExperimentEvent) -> None:
+        """Record an event; the image of a finished cell is fetched.
+
+        Raises:
+            DiffserveError: The image cannot be fetched.
+            OSError: It cannot be stored.
+        """
+        if isinstance(event, ExperimentAdvanced):
+            self._now = event
+        elif isinstance(event, ExperimentEnded):
+            self._experiment = event.experiment
+            for ended in event.experiment.cells:
+                summary = _summary_of(ended)
+                self._cells[summary.cell] = summary
+        elif isinstance(event, CellFinished):
+            summary = _summary_of(event.cell)
+            self._cells[summary.cell] = summary
+            self._is_new = True
+            if summary.cell not in self._looks:
+                name = event.cell.image.rpartition("/")[2]
+                data = await self._client.experiment_file(self._experiment.id, name)
+                look = self.folder / f"{summary.cell.slug}.png"
+                await asyncio.to_thread(look.write_bytes, data)
+                self._looks[summary.cell] = look
+
+    async def news(self) -> Shown:
+        """Return what changed since the last call."""
+        shown = Shown(self._status(), self._grid() if self._is_new else gr.skip())
+        self._is_new = False
+        if len(self._cells) == self._num_drawn or time.monotonic() - self._drawn_s < CURVES_EVERY_S:
             return shown
-        self._num_drawn, self._drawn_s = board.num_painted, now_s
+        self._num_drawn, self._drawn_s = len(self._cells), time.monotonic()
         steps, seconds = await asyncio.to_thread(self._curves, PENDING)
         return shown._replace(curves_over_steps=steps, curves_over_seconds=seconds)
 
-    async def ending(self, files: PageFiles) -> Shown:
-        """Return curves, files and the final status, with Run in place of Stop."""
-        buttons = ({**shown_if(True), "interactive": True}, shown_if(False))
-        try:
-            steps, seconds = await asyncio.to_thread(self._curves)
-            csv, png = await asyncio.to_thread(self._files, files)
-        except OSError as error:
-            text = status(sentence(error), is_error=True)
-            return Shown(text, self._grid(), run=buttons[0], stop=buttons[1])
-        csv_update, png_update = (gr.update(value=file, visible=file is not None) for file in (csv, png))
-        return Shown(self._end_status(), self._grid(), steps, seconds, csv_update, png_update, *buttons)
+    async def ending(self) -> Shown:
+        """Return curves, files and the final status, with Run in place of Stop.
+
+        Raises:
+            DiffserveError: A file cannot be fetched.
+            OSError: A file cannot be stored.
+        """
+        steps, seconds = await asyncio.to_thread(self._curves)
+        files = await self._downloads()
+        return Shown(self._end_status(), self._grid(), steps, seconds)._replace(**files, **_BUTTONS)
+
+    def lost(self, error: DiffserveError | OSError) -> Shown:
+        """Return the message of ``error``, with Run in place of Stop."""
+        return Shown(status(sentence(error), is_error=True), self._grid())._replace(**_BUTTONS)
 
     def _grid(self) -> str:
-        return grid(self._run.board, self._names)
+        return grid(self.plan, self._cells, self._looks, self._names)
 
-    def _summaries(self) -> tuple[CellSummary, ...]:
-        return self._run.board.summaries(self._speed.alone)
-
-    def _curves(self, pending: str = "") -> tuple[str, str]:
-        """Return both charts as HTML with notes; without data, ``pending`` or the reason."""
-        summaries = self._summaries()
-        if not summaries:
-            return "", ""
+    def _curves(self, missing: str = NO_CURVE) -> tuple[str, str]:
+        """Return both charts as HTML with notes; without data, ``missing``."""
+        summaries = [self._cells[cell] for cell in self.plan.all_cells if cell in self._cells]
         steps = over_steps(summaries, MEASURES, self._names)
-        seconds = over_seconds(summaries, MEASURES, self._names)
         if not steps:
-            why = (pending or UNPAIRED) if self._run.plan.references else UNMEASURED
-            return f"<p class='note'>{why}</p>", ""
-        sentences = (knee_sentence(seconds, self._names), self._seconds_text())
+            return f"<p class='note'>{missing}</p>", ""
+        seconds = over_seconds(summaries, MEASURES, self._names)
+        sentences = (knee_sentence(seconds, self._names), SECONDS_NOTE)
         notes = "".join(f"<p class='note'>{escape(text)}</p>" for text in sentences if text)
         from diffserve.experiments.plots import figure_html
 
         return figure_html(steps), figure_html(seconds) + notes
 
-    def _seconds_text(self) -> str:
-        """Return how the seconds of an image were determined."""
-        timing = self._run.board.timing or self._speed.alone
-        when = (
-            f"medians of {TIMED_PICTURES} images generated alone after all others"
-            if self._run.board.timing
-            else f"medians of {TIMED_PICTURES} short images generated alone beforehand"
-        )
-        rest_text = f", and {_short_text(timing.rest_s)} for text, pixels and file" if timing.rest_s >= 0.001 else ""
-        each = f"its UNet evaluations times {_short_text(timing.row_s)}{rest_text}"
-        return f"Seconds are those of one image alone: {each}; {when}."
-
-    def _files(self, files: PageFiles) -> tuple[Path | None, Path | None]:
-        """Write the table and the chart; return None for both if no image is done."""
-        summaries, board = self._summaries(), self._run.board
-        if not summaries:
-            return None, None
-        csv = files.write(table_of(summaries).encode(), "experiment.csv")
-        return csv, files.write(sheet_of(summaries, board), "experiment.png")
+    async def _downloads(self) -> dict[str, Any]:
+        """Return updates with the report's files; of an experiment without a report, with a table of its cells."""
+        data = {
+            name: await self._client.experiment_file(self._experiment.id, file)
+            for name, file in FILES.items()
+            if file in self._experiment.files
+        }
+        compared = [summary for cell, summary in self._cells.items() if not cell.is_reference]
+        if not data and compared:
+            data["csv"] = write_csv(compared, seconds_are=SECONDS_ARE).encode()
+        updates = {}
+        for name, file in FILES.items():
+            path = None
+            if name in data:
+                path = await asyncio.to_thread(self._files.write, data[name], f"experiment{Path(file).suffix}")
+            updates[name] = gr.update(value=path, visible=path is not None)
+        return updates
 
     def _status(self) -> str:
-        run, plan = self._run, self._run.plan
-        if run.is_timing:
-            return status("measuring how long one image takes alone", share=1.0)
-        text = f"image {run.board.num_painted} of {plan.num_images}, {seconds_text(run.seconds_left(self._speed))} left"
-        if run.is_waiting:
-            text += "; the server's queue is full; the remaining images wait"
-        return status(text, share=min(1.0, run.board.rows_done / plan.num_painted_rows))
+        progress = None if self._now is None else self._now.progress
+        if progress is None:
+            return status(WAITING)
+        share = progress.rows_done / max(1, progress.num_rows)
+        if progress.phase in PHASES:
+            return status(PHASES[progress.phase], share=share)
+        left = "" if progress.seconds_left is None else f", {seconds_text(progress.seconds_left)} left"
+        return status(f"image {progress.images_done} of {self._experiment.num_images}{left}", share=share)
 
     def _end_status(self) -> str:
-        run, board = self._run, self._run.board
-        count_text = f"{board.num_painted} of {run.plan.num_images} images are done"
-        notes = [
-            f"{self._names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
-            for cell, square in board.squares.items()
-            if square.trouble is not None
-        ]
-        if run.check.why_not is not None:
-            notes.append(f"Prompt match is not measured: {run.check.why_not}")
-        if run.error is not None:
-            return status(f"{sentence(run.error)} {count_text} and kept.", notes=notes, is_error=True)
-        if run.is_stopped:
-            return status(f"Stopped: {count_text} and kept.", notes=notes)
-        took = seconds_text(time.monotonic() - self._start_s)
-        return status(f"Generated {board.num_painted} images in {took}.", notes=notes)
+        experiment = self._experiment
+        num_images = sum(summary.num_images for summary in self._cells.values())
+        done = f"{num_images} of {experiment.num_images} images are in finished cells and kept"
+        if experiment.error is not None:
+            return status(f"{sentence(DiffserveError(experiment.error.message))} {done}.", is_error=True)
+        if experiment.status == "cancelled":
+            return status(f"Stopped: {done}.")
+        return status(f"Generated {num_images} images.")
+
+
+_BUTTONS: Final = {"run": {**shown_if(True), "interactive": True}, "stop": shown_if(False)}
+"""Updates of Run and Stop while no experiment runs."""
+
+
+def _summary_of(cell: msgspec.Struct) -> CellSummary:
+    return msgspec.convert(msgspec.to_builtins(cell), CellSummary)
 
 
 def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
@@ -186,19 +227,14 @@ def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
     return ""
 
 
-def work_text(plan: SweepPlan) -> str:
-    """Describe ``plan``, such as "12 combinations of sampler and steps, 4 images each, and 4 converged ones"."""
-    each = len(plan.places)
+def work_text(planned: PlannedExperiment) -> str:
+    """Describe an experiment, such as "12 combinations of sampler and steps, 4 images each, and 4 converged ones"."""
+    each = len(planned.plan["prompts"]) * planned.plan["num_seeds"]
+    num_converged = planned.num_images - each * planned.num_cells
     pictures = "1 image" if each == 1 else f"{each} images each"
-    if len(plan.cells) > 1:
-        pictures = f"{len(plan.cells)} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
-    converged = f", and {each} converged {'one' if each == 1 else 'ones'}" if plan.references else ""
-    return f"{pictures}{converged}"
-
-
-def _short_text(seconds: float) -> str:
-    """Format a duration, such as "67.6 ms" or "1.4 s"."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
+    if planned.num_cells > 1:
+        pictures = f"{planned.num_cells} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
+    return f"{pictures}, and {num_converged} converged {'one' if num_converged == 1 else 'ones'}"
 
 
 def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
@@ -216,25 +252,20 @@ def address(file: Path) -> str:
     return f"gradio_api/file={quote(str(file))}"
 
 
-def table_of(summaries: Sequence[CellSummary]) -> str:
-    """Return the results as CSV, in the format of ``diffserve sweep``."""
-    return write_csv([summary for summary in summaries if not summary.cell.is_reference], seconds_are=SECONDS_ARE)
+def grid(
+    plan: SweepPlan, cells: Mapping[Cell, CellSummary], looks: Mapping[Cell, Path], names: Mapping[str, str]
+) -> str:
+    """Return the table as HTML.
 
-
-def sheet_of(summaries: Sequence[CellSummary], board: Board) -> bytes:
-    """Return the grid and curves as PNG; this takes seconds, so call it in a thread."""
-    from diffserve.experiments import plots
-
-    looks = {cell: square.look for cell, square in board.squares.items() if square.look is not None}
-    small = {cell: thumbnail(decode_image(look.read_bytes()).array, THUMBNAIL_PX) for cell, look in looks.items()}
-    return plots.contact_sheet(summaries, board.plan.prompts[0], small)
-
-
-def grid(board: Board, names: Mapping[str, str]) -> str:
-    """Return the table as HTML; ``names`` has the labels of the samplers."""
-    plan, num_hidden = board.plan, len(board.plan.places) - 1
+    Args:
+        plan: The plan.
+        cells: The finished cells.
+        looks: Their images of the first prompt and seed.
+        names: The labels of the samplers.
+    """
+    num_hidden = len(plan.places) - 1
     hidden_note = f"; {num_hidden} more for each, not shown" if num_hidden else ""
-    caption = f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{hidden_note}"
+    caption = f"“{escape(plan.prompts[0])}”, seed {plan.seed_of(plan.places[0])}{hidden_note}"
     steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
     heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
     for reference in plan.references:
@@ -242,8 +273,10 @@ def grid(board: Board, names: Mapping[str, str]) -> str:
     rows = []
     by_line = {(line_of(cell), cell.num_steps): cell for cell in plan.cells}
     for line, name in line_names(plan.cells, names).items():
-        cells = (*(by_line.get((line, n)) for n in steps), *plan.references)
-        squares = "".join("<td></td>" if cell is None else _square(board, cell, names) for cell in cells)
+        row = (*(by_line.get((line, n)) for n in steps), *plan.references)
+        squares = "".join(
+            "<td></td>" if cell is None else _square(cells.get(cell), looks.get(cell), names) for cell in row
+        )
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
         f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
@@ -253,34 +286,22 @@ def grid(board: Board, names: Mapping[str, str]) -> str:
     )
 
 
-def _square(board: Board, cell: Cell, names: Mapping[str, str]) -> str:
-    square = board.squares[cell]
-    name = f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps"
-    if square.trouble is not None:
-        return f'<td class="trouble" title="{escape(square.trouble)}">not generated</td>'
-    share = sum(square.fractions.values()) / len(board.plan.places)
-    bar = f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
-    return f"<td>{_look(square, name)}{bar}<small>{_worth(board, square)}</small></td>"
+def _square(summary: CellSummary | None, look: Path | None, names: Mapping[str, str]) -> str:
+    if summary is None or look is None:
+        return '<td><div class="blank"></div><small>&nbsp;</small></td>'
+    name = escape(f"{names.get(summary.cell.sampler, summary.cell.sampler)}, {summary.cell.num_steps} steps")
+    source = escape(address(look))
+    image = f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{name}"></a>'
+    return f"<td>{image}<small>{_worth(summary)}</small></td>"
 
 
-def _look(square: Square, name: str) -> str:
-    if square.look is None:
-        return '<div class="blank"></div>'
-    source = escape(address(square.look))
-    if not square.is_shown_whole:
-        return f'<img class="preview" src="{source}" alt="{escape(name)}, in progress">'
-    return f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{escape(name)}"></a>'
-
-
-def _worth(board: Board, square: Square) -> str:
+def _worth(summary: CellSummary) -> str:
     """Return the measurements of a cell in a few characters."""
-    records = list(square.records.values())
-    hits = [record.parts.exact for record in records if record.parts is not None]
-    if len(hits) == 1 and len(board.plan.places) == 1:
-        parts = ["✓" if hits[0] else "✗"]
-    else:
-        parts = [f"{sum(hits)}/{len(hits)} ✓"] if hits else []
-    distances = [record.distance for record in records if record.distance is not None]
-    near = [distance.psnr_db for distance in distances if distance.psnr_db is not None]
-    parts += [Measure.PSNR_DB.write(sum(near) / len(near))] if near else []
+    exact, near = summary.value(Measure.EXACT), summary.value(Measure.PSNR_DB)
+    parts = []
+    if exact is not None:
+        hits = round(exact.value * summary.num_images)
+        parts.append(("✓" if hits else "✗") if summary.num_images == 1 else f"{hits}/{summary.num_images} ✓")
+    if near is not None:
+        parts.append(Measure.PSNR_DB.write(near.value))
     return " · ".join(parts) or "&nbsp;"

@@ -7,9 +7,7 @@ are run again by the next one; finished lines are not.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import secrets
 import sqlite3
 import time
@@ -17,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -25,10 +23,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
 from diffserve.service.http.errors import log_failure, reply_to
+from diffserve.service.stored.background import (
+    LOOK_EVERY_S,
+    MAX_RETRY_S,
+    folder_lock,
+    run_to_end,
+    until_served,
+    yield_to_interactive,
+)
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
@@ -38,18 +44,9 @@ from diffserve.store.files import Files
 LINES_AT_ONCE: Final = 8
 """Limit on the active lines of all batches."""
 
-LOOK_EVERY_S: Final = 2.0
-MAX_YIELD_S: Final = 10.0
-"""Longest time for which a line waits for interactive requests to begin."""
-
-POLL_S: Final = 0.05
-MAX_RETRY_S: Final = 5.0
 SWEEP_EVERY_S: Final = 3600.0
-MAX_LOSSES: Final = 3
-"""Number of lost engines after which a line fails."""
 
 Answer = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
 
 log = logging.getLogger("diffserve.batches")
 
@@ -92,7 +89,10 @@ class BatchRunner:
 
     async def run_for_ever(self) -> None:
         """Run unfinished and new batches until cancelled."""
-        lock = await self._locked(self._files.folder.parent / "batches.lock")
+        async with folder_lock(self._files.folder.parent / "batches.lock", "batches", log):
+            await self._run_all()
+
+    async def _run_all(self) -> None:
         swept_s = -SWEEP_EVERY_S
         try:
             while True:
@@ -115,28 +115,6 @@ class BatchRunner:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            os.close(lock)
-
-    async def _locked(self, path: Path) -> int:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        is_logged = False
-        try:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return lock
-                except BlockingIOError:
-                    if not is_logged:
-                        log.warning(
-                            "another server uses this data folder; batches wait until it exits",
-                            extra={"folder": str(path.parent)},
-                        )
-                        is_logged = True
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except BaseException:
-            os.close(lock)
-            raise
 
     def _sweep(self) -> None:
         self._batches.sweep()
@@ -152,14 +130,14 @@ class BatchRunner:
         try:
             result = await self._advance(batch)
             if result is not None:
-                await _run_to_end(self._batches.finish, batch.id, *result)
+                await run_to_end(self._batches.finish, batch.id, *result)
             log.info("batch finished", extra=facts)
         except (OSError, sqlite3.Error) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:
             log.exception("a batch failed", extra=facts)
-            await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: internal server error.")
+            await run_to_end(self._batches.finish, batch.id, "failed", "internal_error: internal server error.")
 
     async def _advance(self, batch: Batch) -> tuple[str, str] | None:
         """Run all lines; return the final status and the reason if it failed, or None if the batch has ended."""
@@ -169,7 +147,7 @@ class BatchRunner:
             return "completed", ""
         if batch.endpoint not in self._endpoints:
             return "failed", f"unknown_endpoint: {batch.endpoint} is not supported any more."
-        moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
+        moved = await run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
         if moved is None or moved.status != "in_progress":
             return None
         try:
@@ -182,7 +160,7 @@ class BatchRunner:
             return "failed", "invalid_key: its API key is not valid any more."
         except FileNotFoundError:
             return "failed", "no_file: its file does not exist any more."
-        await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
+        await run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
         return "completed", ""
 
     async def _run_lines(self, batch: Batch) -> None:
@@ -193,7 +171,7 @@ class BatchRunner:
             left = (line for line in lines_of(file) if line[0] not in done)
             try:
                 async with asyncio.TaskGroup() as group:
-                    while (line := await _run_to_end(next, left, None)) is not None:
+                    while (line := await run_to_end(next, left, None)) is not None:
                         await self._acquire_slot()
                         task = group.create_task(self._finish_line(batch, line[0], line[1], writing))
                         task.add_done_callback(lambda _: self._slots.release())  # also if it never began
@@ -204,9 +182,7 @@ class BatchRunner:
         """Wait for a free slot, then at most ``MAX_YIELD_S`` for waiting interactive requests to begin."""
         await self._slots.acquire()
         try:
-            until_s = time.monotonic() + MAX_YIELD_S
-            while self._admission.has_waiting and time.monotonic() < until_s:
-                await asyncio.sleep(POLL_S)
+            await yield_to_interactive(self._admission)
         except BaseException:
             self._slots.release()
             raise
@@ -214,7 +190,7 @@ class BatchRunner:
     async def _finish_line(self, batch: Batch, number: int, line: bytes, writing: asyncio.Lock) -> None:
         done = await self._run_line(batch, number, line)
         async with writing:
-            await _run_to_end(self._batches.finish_lines, batch.id, [done])
+            await run_to_end(self._batches.finish_lines, batch.id, [done])
 
     async def _run_line(self, batch: Batch, number: int, line: bytes) -> LineDone:
         if not self._owners.is_good(batch.owner):
@@ -232,25 +208,21 @@ class BatchRunner:
 
     async def _answer(self, batch: Batch, body: bytes) -> LineAnswer:
         """Return the response to ``body``; full queues and missing engines are retried."""
-        num_losses = 0
-        while True:
+        request_id = ""
+
+        async def work() -> LineAnswer:
+            nonlocal request_id
             request = self._request(batch, body)
             request_id = request.state.request_id
-            was_ready = self._app.state.engine.is_ready
-            try:
-                answer = await self._endpoints[batch.endpoint](request)
-                return LineAnswer(answer.status_code, request_id, bytes(answer.body))
-            except QueueFull as full:
-                await asyncio.sleep(min(max(full.retry_after_s, POLL_S), MAX_RETRY_S))
-            except EngineUnavailable as error:
-                num_losses += was_ready
-                if num_losses >= MAX_LOSSES:
-                    return error_answer(error, request_id)
-                await asyncio.sleep(LOOK_EVERY_S)
-            except Exception as error:
-                if not isinstance(error, DiffserveError):
-                    log_failure(log, "a line of a batch failed", error, request_id=request_id)
-                return error_answer(error, request_id)
+            answer = await self._endpoints[batch.endpoint](request)
+            return LineAnswer(answer.status_code, request_id, bytes(answer.body))
+
+        try:
+            return await until_served(self._app.state.engine, work)
+        except Exception as error:
+            if not isinstance(error, DiffserveError):
+                log_failure(log, "a line of a batch failed", error, request_id=request_id)
+            return error_answer(error, request_id)
 
     def _request(self, batch: Batch, body: bytes) -> Request:
         """Build a request with ``body`` on behalf of the batch's key, with the priority batch."""
@@ -290,19 +262,7 @@ class BatchRunner:
         """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
-        await _run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
-
-
-async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-    """Call ``work`` in a thread and wait until it has ended, even when cancelled."""
-    task = asyncio.create_task(BATCHES.run(work, *arguments, **keywords))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if task.done() and not task.cancelled():
-            task.exception()  # marks the error as retrieved; the caller is cancelled
-        raise
+        await run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
 
 
 class LineAnswer(NamedTuple):

@@ -1,0 +1,118 @@
+"""Reads the plan of a sweep from what a user wrote: command, HTTP body and page share this reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.experiments.axes import (
+    LORA,
+    MAIN_AXES,
+    Value,
+    check_axis_name,
+    numbers,
+    read_values,
+    split_axis,
+    whole_numbers,
+)
+from diffserve.experiments.plan import (
+    DEFAULT_SAMPLERS,
+    DEFAULT_SEEDS,
+    DEFAULT_STEPS,
+    MAX_PROMPTS,
+    REFERENCE_STEPS,
+    SweepPlan,
+    double_looks,
+    read_differences,
+)
+from diffserve.experiments.power import DIFFERENCES
+from diffserve.experiments.prompts import held_out_prompts
+from schedulers.learned import is_learned
+
+DEFAULT_MAX_IMAGES: Final = 1024
+"""Images of a cell at the last look of a sweep that runs until it is decided."""
+
+AxisText = str | Sequence[Value]
+"""Values of an axis as text such as "5,10-50 (+10)", or as a list of values."""
+
+
+def read_plan(
+    axes: Iterable[tuple[str, AxisText]],
+    *,
+    prompts: int | Sequence[str],
+    guidance: float,
+    model_guidance: Mapping[str, float] | None = None,
+    learned_steps: Callable[[Sequence[str]], dict[str, int]] | None = None,
+    samplers: Sequence[str] = DEFAULT_SAMPLERS,
+    steps: Sequence[int] = DEFAULT_STEPS,
+    num_seeds: int | None = None,
+    first_seed: int = 0,
+    reference_steps: int | None = REFERENCE_STEPS,
+    until_decided: bool = False,
+    max_images: int = DEFAULT_MAX_IMAGES,
+    detect: str | None = None,
+    shown: Callable[[str], str] = str,
+) -> SweepPlan:
+    """Return the plan of a sweep.
+
+    Args:
+        axes: Name and values of each axis, among them ``samplers``, ``steps`` and ``guidance``.
+        prompts: Prompt texts, or the number of held-out captions of the embedded model.
+        guidance: Guidance scale if it is no axis.
+        model_guidance: Guidance scale of each model of the axis ``model``, if guidance is no axis.
+        learned_steps: Returns the steps of the learned samplers among samplers. It is called only if there are any.
+        samplers: Samplers if they are no axis.
+        steps: Step counts if they are no axis.
+        num_seeds: Images per prompt, those of the first look if the sweep runs until it is decided.
+        first_seed: Seed of the first image.
+        reference_steps: DDIM steps of the converged images, ``None`` for none.
+        until_decided: Whether cells with open verdicts get more images.
+        max_images: Images of a cell at the last look.
+        detect: Differences of interest such as "exact=5,psnr_db=0.5".
+        shown: Returns how messages call a field, such as ``--steps``.
+
+    Raises:
+        InvalidRequest: A value is malformed or not allowed.
+    """
+    texts = _texts(axes)
+    if isinstance(prompts, int) and prompts > MAX_PROMPTS:
+        message = f"{shown('prompts')} is {prompts}; at most {MAX_PROMPTS} are allowed."
+        raise InvalidRequest(message, param="prompts")
+    words = held_out_prompts(max(0, prompts)) if isinstance(prompts, int) else tuple(prompts)
+    seeds = DEFAULT_SEEDS if num_seeds is None else num_seeds
+    looks = double_looks(seeds, len(words), max_images, shown("max_images")) if until_decided and words else ()
+    named = {name: shown(name) for name in ("samplers", "steps", "guidance")}
+    names = split_axis(texts.pop("samplers"), named["samplers"]) if "samplers" in texts else tuple(samplers)
+    steps_of = learned_steps if any(map(is_learned, names)) else None
+    return SweepPlan(
+        samplers=names,
+        learned={} if steps_of is None else steps_of(names),
+        model_guidance={} if "guidance" in texts else dict(model_guidance or {}),
+        steps=whole_numbers(texts.pop("steps"), named["steps"]) if "steps" in texts else tuple(steps),
+        guidance=numbers(texts.pop("guidance"), named["guidance"]) if "guidance" in texts else (guidance,),
+        axes={name: read_values(name, values) for name, values in texts.items()},
+        prompts=words,
+        num_seeds=looks[-1] if looks else seeds,
+        first_seed=first_seed,
+        reference_steps=reference_steps,
+        looks=looks,
+        detect=dict(DIFFERENCES) if detect is None else read_differences(detect, shown("detect")),
+    )
+
+
+def _texts(axes: Iterable[tuple[str, AxisText]]) -> dict[str, str]:
+    """Return the text of each axis by its canonical name.
+
+    Raises:
+        InvalidRequest: An axis is unknown or given twice.
+    """
+    texts: dict[str, str] = {}
+    for name, values in axes:
+        field = name if name.startswith(LORA) else name.replace("-", "_").lower()
+        check_axis_name(field)
+        field = MAIN_AXES.get(field, field)
+        if field in texts:
+            raise InvalidRequest(f"the axis {field} is given twice; write all of its values in one place.", param=field)
+        texts[field] = values if isinstance(values, str) else ",".join(map(str, values))
+    return texts

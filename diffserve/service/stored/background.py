@@ -1,0 +1,92 @@
+"""What batches and experiments share: the lock of the data folder, yielding to interactive requests, and retries."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from diffserve.api.errors import EngineUnavailable, QueueFull
+from diffserve.service.admission import Admission
+from diffserve.service.engine.engines import Engines
+from diffserve.service.threads import BATCHES
+
+LOOK_EVERY_S: Final = 2.0
+MAX_YIELD_S: Final = 10.0
+"""Longest time for which background work waits for interactive requests to begin."""
+
+POLL_S: Final = 0.05
+MAX_RETRY_S: Final = 5.0
+MAX_LOSSES: Final = 3
+"""Number of lost engines after which a request fails."""
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def folder_lock(path: Path, what: str, log: logging.Logger) -> AsyncIterator[None]:
+    """Hold the lock file at ``path`` for the block; only one process per data folder runs ``what``."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    is_logged = False
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_logged:
+                    log.warning(
+                        f"another server uses this data folder; {what} wait until it exits",
+                        extra={"folder": str(path.parent)},
+                    )
+                    is_logged = True
+                await asyncio.sleep(LOOK_EVERY_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+async def yield_to_interactive(admission: Admission) -> None:
+    """Wait at most ``MAX_YIELD_S`` for waiting interactive requests to begin."""
+    until_s = time.monotonic() + MAX_YIELD_S
+    while admission.has_waiting and time.monotonic() < until_s:
+        await asyncio.sleep(POLL_S)
+
+
+async def until_served(engine: Engines, work: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of ``work``, which is repeated while queues are full and engines are missing.
+
+    Raises:
+        EngineUnavailable: ``MAX_LOSSES`` engines were lost during the work.
+    """
+    num_losses = 0
+    while True:
+        was_ready = engine.is_ready
+        try:
+            return await work()
+        except QueueFull as full:
+            await asyncio.sleep(min(max(full.retry_after_s, POLL_S), MAX_RETRY_S))
+        except EngineUnavailable:
+            num_losses += was_ready
+            if num_losses >= MAX_LOSSES:
+                raise
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Call ``work`` in a thread and wait until it has ended, even when cancelled."""
+    task = asyncio.create_task(BATCHES.run(work, *arguments, **keywords))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if task.done() and not task.cancelled():
+            task.exception()  # marks the error as retrieved; the caller is cancelled
+        raise
