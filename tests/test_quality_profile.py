@@ -146,8 +146,9 @@ def test_requests_that_learned_samplers_refuse_use_the_built_in_points(info: Mod
     assert settings_of(planned(info, start_image(0.5), quality="draft").request.diffusion) == built_in
     assert settings_of(planned(info, start_image(1.0), quality="draft").request.diffusion) == EXPECTED["draft"]
     assert settings_of(planned(info, start_image(0.5), quality="auto").request.diffusion) == EXPECTED["auto"]
-    for fields in ({"guidance_scale": 3.0}, {"similarity_threshold": 0.9}, {"switch_at": 0.5}):
-        assert settings_of(planned(info, quality="draft", **fields).request.diffusion) == built_in
+    values: dict[str, Any] = {"guidance_scale": 3.0, "similarity_threshold": 0.9, "switch_at": 0.5}
+    for name, value in values.items():
+        assert settings_of(planned(info, quality="draft", **{name: value}).request.diffusion) == built_in
     same = planned(info, quality="draft", guidance_scale=INFO.default_guidance_scale)
     assert settings_of(same.request.diffusion) == EXPECTED["draft"]
     unlearned = msgspec.structs.replace(info, sampler_dirs=())

@@ -1,13 +1,16 @@
 """Measures the front of quality against time of a model with an engine, within a time budget.
 
-1. One image of every candidate is generated alone and timed.
+1. One image with each saving is generated alone and timed, from which the time of every candidate is estimated.
+   Savings that save no time are dropped.
 2. Candidates and converged images are generated for a few prompts, which gives the PSNR of each candidate.
 3. The cells of the front, with and without learned samplers, are timed again in several rounds.
-4. If the prompts can be checked, these cells generate further prompts with several seeds for their exact match.
+4. If the prompts can be checked, those of them that take at most half of the time of the closest one are compared with
+   it in the exact match of further prompts with several seeds.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +45,7 @@ CANDIDATES: Final = ("ddim", "dpmpp_2m", "dpmpp_2m karras", "unipc")
 """Samplers without fresh noise; samplers with it do not approach the converged image of the same noise."""
 
 STEPS: Final = (4, 6, 8, 12, 18, 27, 40)
-SAVING_SAMPLERS: Final = ("dpmpp_2m", "unipc")
+SAVING_SAMPLER: Final = "unipc"
 SAVINGS: Final[tuple[Settings, ...]] = ((("cache_interval", 2),), (("guidance_interval", "0-0.7"),))
 LEAST_SAVING_STEPS: Final = 8
 """Savings are tried from this number of steps on; with fewer, steps are the better saving."""
@@ -51,12 +54,21 @@ FEW_STEPS: Final = 8
 """Models with at most this number of default steps were distilled and have no converged image."""
 
 SCREENED_AT_ONCE: Final = 4
-MAX_SCREENED: Final = 16
+MAX_SCREENED: Final = 8
 SCREEN_SHARE: Final = 0.35
 """Part of the budget after which screening ends if exact match is measured, too."""
 
-TIMED_ROUNDS: Final = 7
+PROBED_STEPS: Final = 12
+"""Steps of the cells that are timed first; the time of the others follows from their UNet rows."""
+
+TIMED_ROUNDS: Final = 5
+LEAST_SAVED: Final = 0.1
+"""Share of the time that a saving must save to be screened."""
+
 PROMPTS_AT_ONCE: Final = 4
+CHECKED_SHARE: Final = 0.5
+"""Cells that take more than this share of the time of the closest one are no candidates for ``auto``."""
+
 MARGIN: Final = DIFFERENCES[Measure.EXACT.value]
 
 
@@ -104,12 +116,11 @@ def candidates(engine: Engine, prompt: str) -> list[Cell]:
     names = CANDIDATES if SAMPLERS[default.split()[0]].stochastic else tuple(dict.fromkeys((*CANDIDATES, default)))
     cells = [Cell(name, steps, scale) for steps in STEPS for name in names]
     cells += [
-        Cell(name, steps, scale, settings=settings)
+        Cell(SAVING_SAMPLER, steps, scale, settings=settings)
         for settings in SAVINGS
         if settings[0][0] != "guidance_interval" or scale > 1
         for steps in STEPS
         if steps >= LEAST_SAVING_STEPS
-        for name in SAVING_SAMPLERS
     ]
     learned = LearnedSamplers.of(info).usable()
     cells += [Cell(name, each.num_rows, scale) for name, each in learned.items() if each.guidance_scale == scale]
@@ -160,8 +171,8 @@ def calibrate(
     cells = candidates(engine, prompts[0]) if cells is None else cells
     check = PromptCheck(engine.info.family, prompts)
     engine.warm_up()
-    alone = _time(engine, cells, prompts[0], first_seed, 1, on_event)
-    on_note(f"timed one image of each of {len(cells)} settings")
+    estimated_s = _estimate(engine, cells, prompts[0], first_seed, on_event)
+    cells = [cell for cell in cells if _saves_time(cell, estimated_s)]
     screen_end_s = deadline_s if check.wishes is None else started_s + SCREEN_SHARE * 60 * minutes
     num_screened = min(len(prompts), len(prompts) if check.wishes is None else MAX_SCREENED)
     plan = CellPlan.of(
@@ -169,15 +180,17 @@ def calibrate(
     )
     images = _generate(engine, plan, check, SCREENED_AT_ONCE, screen_end_s, on_event)
     num_screened = len(images.records(cells[0]))
-    screened = [_screened(cell, alone[cell], images.records(cell).values()) for cell in cells]
+    screened = [_screened(cell, estimated_s[cell], images.records(cell).values()) for cell in cells]
     finalists = _finalists(screened)
-    on_note(f"screened them on {num_screened} images; {len(finalists)} are on the front")
+    on_note(f"screened {len(cells)} on {num_screened} images; {len(finalists)} are on the front")
     seconds = _time(engine, [each.cell for each in finalists], prompts[0], first_seed, TIMED_ROUNDS, on_event)
     timed = [msgspec.structs.replace(each, seconds=seconds[each.cell]) for each in finalists]
     finalists = _finalists(timed)
     num_prompts = 0
     if check.wishes is not None:
-        measured = [each.cell for each in sorted(finalists, key=lambda each: each.psnr_db)]  # the closest is the last
+        best = max(finalists, key=lambda each: each.psnr_db)
+        fast = [each.cell for each in finalists if each.seconds <= CHECKED_SHARE * best.seconds]
+        measured = [*fast, best.cell]
         plan = CellPlan.of(measured, prompts, num_seeds=num_seeds, first_seed=first_seed, reference_steps=None)
         images = _generate(engine, plan, check, PROMPTS_AT_ONCE, deadline_s, on_event)
         num_prompts = len(images.records(measured[0])) // num_seeds
@@ -186,7 +199,7 @@ def calibrate(
         finalists = [
             msgspec.structs.replace(
                 each,
-                exact=analysis.estimate(each.cell, Measure.EXACT),
+                exact=analysis.estimate(each.cell, Measure.EXACT) if each.cell in measured else None,
                 difference=comparisons[each.cell].difference if each.cell in comparisons else None,
                 verdict=comparisons[each.cell].verdict if each.cell in comparisons else "",
             )
@@ -215,6 +228,24 @@ def _finalists(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
     return sorted({each.cell: each for each in fronts}.values(), key=lambda each: each.seconds)
 
 
+def _estimate(
+    engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, on_event: Callable[[], None]
+) -> dict[Cell, float]:
+    """Return the estimated seconds of an image of each cell: those of a timed cell with the same settings, by rows."""
+    probes = {
+        cell.settings: cell for cell in sorted(cells, key=lambda cell: -abs(cell.num_steps - PROBED_STEPS))
+    }  # of each settings the one that is nearest to PROBED_STEPS
+    seconds = _time(engine, list(probes.values()), prompt, seed, TIMED_ROUNDS, on_event)
+    per_row = {settings: seconds[cell] / cell.rows for settings, cell in probes.items()}
+    return {cell: cell.rows * per_row[cell.settings] for cell in cells}
+
+
+def _saves_time(cell: Cell, seconds: Mapping[Cell, float]) -> bool:
+    """Return whether the settings of ``cell`` save time; True if there is no such cell without them."""
+    plain = msgspec.structs.replace(cell, settings=())
+    return plain == cell or seconds[cell] <= (1 - LEAST_SAVED) * seconds.get(plain, math.inf)
+
+
 def _screened(cell: Cell, seconds: float, records: Iterable[ImageRecord]) -> MeasuredCell:
     values = [record.distance.psnr_db for record in records if record.distance is not None]
     return MeasuredCell(cell=cell, seconds=seconds, psnr_db=fmean(value for value in values if value is not None))
@@ -223,10 +254,13 @@ def _screened(cell: Cell, seconds: float, records: Iterable[ImageRecord]) -> Mea
 def _time(
     engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, num_rounds: int, on_event: Callable[[], None]
 ) -> dict[Cell, float]:
-    """Return the median seconds of an image of each cell alone, in rounds over all cells."""
+    """Return the seconds of an image of each cell alone: the shortest of ``num_rounds`` rounds over all cells.
+
+    Other programs make a round slower but never faster, so the shortest one is the least disturbed.
+    """
     plan = CellPlan.of(cells, [prompt], num_seeds=1, first_seed=seed, reference_steps=None)
     times = time_alone(engine, plan, plan.all_cells, lambda _: on_event(), num_rounds)
-    return {cell: sorted(each.image_s)[len(each.image_s) // 2] for cell, each in times.items()}
+    return {cell: min(each.image_s) for cell, each in times.items()}
 
 
 def _generate(

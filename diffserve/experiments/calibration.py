@@ -61,7 +61,7 @@ class MeasuredCell(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cell: The settings.
-        seconds: Median seconds of an image generated alone, including decoding.
+        seconds: Seconds of an image generated alone, including decoding.
         psnr_db: Mean PSNR to the converged image.
         exact: Share of images that match their prompts; None: not measured.
         difference: That share minus the share of the closest cell, paired; None for the closest cell itself.
@@ -103,7 +103,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         margin: Difference of exact match that counts as equivalent, in 0..1.
         why_not: Why prompts cannot be checked; "" if they can.
         cells: Cells of the fronts with and without learned samplers, the fastest first.
-        screened: All cells that were tried, with the time of one image.
+        screened: All cells that were screened, with estimated seconds.
     """
 
     model: str

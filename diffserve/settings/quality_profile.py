@@ -33,7 +33,7 @@ class QualityPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         num_steps: Denoising steps.
         cache_interval: DeepCache interval; 1: off.
         guidance_interval: Part of the steps with guidance, as fractions.
-        seconds: Median seconds of an image generated alone.
+        seconds: Seconds of an image generated alone.
         psnr_db: Mean PSNR to the converged image of the same noise.
         exact: Share of images that show exactly what their prompts say; None: not measured.
 

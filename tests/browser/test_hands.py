@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from diffserve.settings.layers import configs_dir
+from diffserve.settings.quality_profile import read_profile
 from tests.browser.visit import Screenshot, Visitor
 from tests.service.server import SOON_S, RunningServer, wait_for
 
@@ -72,8 +74,9 @@ def test_shortcuts_full_screen_and_a_dropped_image_work(
     here.page.evaluate(DROP, [base64.b64encode(file.read_bytes()).decode(), "dropped.png"])
     expect(prompt).to_have_value("a penguin")
     expect(here.field("seed")).to_have_value("3")
-    expect(here.field("steps")).to_have_value("")
-    expect(here.part("quality").locator("label.selected")).to_contain_text("Draft")
+    points = read_profile(configs_dir() / "quality" / "embedded.toml").points
+    expect(here.field("steps")).to_have_value(str(points.draft.num_steps))
+    assert here.part("quality").locator("input:checked").count() == 0, "sampler and steps of the image are explicit"
     expect(here.part("aspect").locator("label.selected")).to_contain_text("Landscape")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from diffserve.settings.layers import configs_dir
+from diffserve.settings.quality_profile import read_profile
 from diffserve.store import Database, Keys
 from tests.browser.test_editing import expect_no_barrier
 from tests.browser.visit import Screenshot, Visitor
@@ -36,7 +38,9 @@ def test_another_model_is_selected_and_uses_its_defaults(
     here = visit(two_models.url)
     expect(here.part("leave")).to_be_hidden()
     expect(here.field("model")).to_have_value("embedded")
-    expect(here.part("quality")).to_contain_text("Standard, 25 steps")
+    points = read_profile(configs_dir() / "quality" / "embedded.toml").points
+    expect(here.part("quality")).to_contain_text(f"Standard, {points.standard.num_steps} steps")
+    expect(here.part("quality")).to_contain_text(f"Max, {points.max.num_steps} steps")
     here.open_advanced()
     expect(here.part("clip-skip")).to_be_visible()
     expect(here.part("switch-at")).to_have_count(0)  # there is no refiner

@@ -11,13 +11,12 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.engine import Engine
-from diffserve.experiments.calibrate import CANDIDATES, calibrate, candidates, is_accepted
+from diffserve.experiments.calibrate import CANDIDATES, calibrate, candidates
 from diffserve.experiments.calibration import Calibration, MeasuredCell, choose, front
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.verdicts import BETTER, EQUIVALENT, NOT_DISTINGUISHABLE, WORSE
-from diffserve.settings.layers import configs_dir
 from diffserve.settings.quality import QUALITIES
 from diffserve.settings.quality_profile import read_profile
 
@@ -69,42 +68,6 @@ def test_a_single_point_is_every_quality() -> None:
     assert {each.cell.num_steps for each in choose(LINE[:1]).values()} == {4}
 
 
-def shipped() -> tuple[Path, Calibration]:
-    file = configs_dir() / "quality" / "embedded.toml"
-    return file, msgspec.json.decode(file.with_suffix(".json").read_bytes(), type=Calibration)
-
-
-def test_the_shipped_profile_is_what_its_data_say() -> None:
-    file, calibration = shipped()
-    assert read_profile(file) == calibration.profile()
-    assert file.read_text(encoding="utf-8") == calibration.profile().to_toml()
-
-
-def test_auto_of_the_shipped_profile_matches_as_often_as_max_at_a_third_of_its_time() -> None:
-    _, calibration = shipped()
-    chosen = choose(calibration.cells)
-    auto, best = chosen["auto"], chosen["max"]
-    assert auto.seconds <= best.seconds / 3
-    assert auto.verdict in (EQUIVALENT, BETTER)
-    assert auto.difference is not None
-    assert auto.difference.low is not None
-    assert auto.difference.high is not None
-    assert auto.difference.low > -calibration.margin
-    assert auto.difference.high >= 0.0
-    faster = [each for each in front(calibration.cells) if each.seconds < auto.seconds]
-    assert not any(each.verdict in (EQUIVALENT, BETTER) for each in faster)
-    assert calibration.num_prompts * calibration.num_seeds >= 128
-
-
-def test_every_point_of_the_shipped_profile_runs_on_the_shipped_model() -> None:
-    engine = Engine.from_pretrained("embedded")
-    file, calibration = shipped()
-    assert calibration.digest == engine.info.digest
-    assert engine.info.quality_profile == "auto"
-    assert all(is_accepted(engine, each.cell, "a fox") for each in calibration.cells)
-    assert read_profile(file).built_in is not None
-
-
 @pytest.mark.slow
 def test_a_small_calibration_of_a_checked_model(tmp_path: Path) -> None:
     engine = Engine.from_pretrained("embedded")
@@ -126,7 +89,7 @@ def test_a_small_calibration_of_a_checked_model(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "p.toml") == profile
     copy = msgspec.json.decode(msgspec.json.encode(found), type=Calibration)
     assert copy.profile() == profile
-    assert len(notes) == 3
+    assert len(notes) == 2
 
 
 def run(*arguments: object) -> int:
@@ -154,7 +117,7 @@ def test_the_command_writes_a_profile_of_a_model_without_a_checker(
     assert calibration.num_prompts == 0
     assert profile.points.max.exact is None
     assert profile.points.max.psnr_db >= profile.points.draft.psnr_db
-    assert {each.cell.sampler for each in calibration.screened} == {"ddim", "unipc", "dpmpp_2m"}
+    assert {each.cell.sampler for each in calibration.screened} >= {"ddim", "unipc"}
     assert run("--model", tiny_model("sd15"), "-o", file) == 2
     assert "exists; add --overwrite" in capsys.readouterr().err
 

@@ -244,8 +244,8 @@ def calibrate(
 
     Samplers, step counts, DeepCache, guidance intervals and the learned samplers of the model are timed and compared
     with converged images. max is the closest setting. auto is the fastest whose exact prompt match is equivalent to
-    that of max within 5 points, or for prompts that cannot be checked the knee of the front of PSNR against seconds.
-    draft, standard and fine are points of the same front.
+    that of max within 5 points and that takes at most half of its time, or for prompts that cannot be checked the knee
+    of the front of PSNR against seconds. draft, standard and fine are points of the same front.
 
     FILE is a quality profile: requests to a model with these weights that give a quality, and neither sampler nor
     steps, run at its point. FILE with the ending .json has all measurements. The command takes about --minutes, and
