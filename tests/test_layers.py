@@ -61,7 +61,7 @@ ONLY_IN = {
         *OUTSIDE,
     ),
     "torchmetrics": ("diffserve.experiments.metrics", "tests"),
-    "matplotlib": ("diffserve.experiments.plots", *OUTSIDE),
+    "matplotlib": ("diffserve.experiments.plots", "diffserve.experiments.chart_drawing", *OUTSIDE),
     "diffusers": HEAVY,
     "transformers": HEAVY,
     "torchao": HEAVY,

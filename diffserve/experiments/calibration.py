@@ -13,9 +13,10 @@ from typing import Any, Final, cast
 import msgspec
 
 from diffserve.experiments.axes import request_fields
-from diffserve.experiments.charts import ChartDot, knee, pareto_front
+from diffserve.experiments.charts import knee, pareto_front
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.series import ChartDot
 from diffserve.experiments.summary import CellSummary
 from diffserve.experiments.verdicts import BETTER, EQUIVALENT
 from diffserve.settings.quality_profile import QualityPoint, QualityPoints, QualityProfile

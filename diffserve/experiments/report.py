@@ -199,7 +199,7 @@ def _outputs(
         JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
         **files_of(analysis, summaries),
         SUMMARY: write_markdown(title, facts, findings, OVERVIEW, tables, notes).encode(),
-        PAGE: write_page(title, facts, headline(summaries), findings, sections, tables, notes).encode(),
+        PAGE: write_page(title, facts, findings, sections, tables, notes, headline(summaries)).encode(),
     }
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.charts import (
     Chart,
-    ChartDot,
     StripGrid,
     color_numbers,
     common_measures,
@@ -26,6 +25,7 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, CellLine
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report_page import DoubtfulCell, Section
+from diffserve.experiments.series import ChartDot
 from diffserve.experiments.summary import PART_NAMES, CellSummary
 
 CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"
@@ -129,8 +129,9 @@ def difference_map(pixels: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArr
     Returns:
         Gray values, (H, W).
     """
-    difference = np.abs(pixels.astype(np.int16) - other).max(axis=-1)
-    return np.minimum(AMPLIFICATION * difference, 255).astype(np.uint8)
+    difference = AMPLIFICATION * np.abs(pixels.astype(np.int16) - other).max(axis=-1)
+    gray: NDArray[np.uint8] = np.minimum(difference, 255).astype(np.uint8)
+    return gray
 
 
 def doubtful_cells(analysis: Analysis) -> tuple[DoubtfulCell, ...]:

@@ -80,7 +80,7 @@ def write_markdown(
     parts = [
         f"# {_plain(title)}",
         *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
-        f"![quality over steps, and one seed with more steps]({picture})",
+        f"![quality over network evaluations and over seconds per image]({picture})",
         "## Quality versus steps",
         *([part for finding in findings for part in _finding(finding)] or [UNANSWERED]),
         "## All cells",
@@ -177,22 +177,22 @@ class Section:
 def write_page(
     title: str,
     facts: Mapping[str, Any],
-    headline: Sequence[Chart],
     findings: Sequence[Finding],
     sections: Iterable[Section],
     tables: Tables,
     notes: Sequence[str],
+    headline: Sequence[Chart] = (),
 ) -> str:
     """Render the report as a self-contained HTML page.
 
     Args:
         title: Title and heading of the page.
         facts: Names and values of the summary list.
-        headline: Charts that summarize the sweep.
         findings: Evaluated claims.
         sections: Sections with figures.
         tables: The cells and their comparisons.
         notes: Notes on the method.
+        headline: Charts that summarize the sweep, at the top.
     """
     from diffserve.experiments.plots import figure_html
 
@@ -262,10 +262,12 @@ def _section(section: Section) -> Iterator[str]:
 
 COMPARE: Final = """\
 <div class="compare" hidden><h3>Compare two cells</h3>
-<p><label>prompt <select></select></label></p>
-<p><label>left <select></select></label> <label>right <select></select></label></p>
+<p><label for="compare-prompt">prompt</label> <select id="compare-prompt"></select></p>
+<p><label for="compare-left">left</label> <select id="compare-left"></select>
+<label for="compare-right">right</label> <select id="compare-right"></select></p>
 <div class="pair"><img alt=""><img alt=""></div>
-<p><label>border between left and right <input type="range" min="0" max="100" value="50"></label></p></div>"""
+<p><label for="compare-border">border between left and right</label>
+<input id="compare-border" type="range" min="0" max="100" value="50"></p></div>"""
 """Controls that ``compare.js`` fills; the left image is clipped over the right one."""
 
 

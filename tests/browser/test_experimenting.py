@@ -53,7 +53,9 @@ def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screensho
     for curves in ("exp-curves-steps", "exp-curves-seconds"):
         charts = here.part(curves).locator("figure svg")
         assert charts.count() >= 1
-        assert all(chart.locator(".dot").count() == 4 for chart in charts.all())
+        for chart in charts.all():
+            hints = "".join(dot.text_content() or "" for dot in chart.locator(".dot title").all())
+            assert hints.count(" step") == 4, "a tooltip for each cell, shared where lines coincide"
     screenshot(here, "experiment-done")
     expect_no_barrier(here)
     table = list(csv.DictReader(io.StringIO(here.save("exp-csv", tmp_path).read_text(encoding="utf-8"))))

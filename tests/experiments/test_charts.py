@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import pairwise
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from diffserve.experiments.chart_drawing import COLORS
 from diffserve.experiments.charts import (
     MAX_COLORED,
     STYLE,
@@ -21,7 +24,8 @@ from diffserve.experiments.charts import (
 )
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.plots import COLORS, figure_html
+from diffserve.experiments.plots import figure_html
+from diffserve.experiments.report_page import CSS
 from diffserve.experiments.summary import CellSummary
 from ui.experiment.view import knee_sentence
 
@@ -202,21 +206,44 @@ def test_the_headline_has_closeness_over_evaluations_and_a_front_over_seconds() 
     assert headline(()) == ()
 
 
-def test_colors_of_lines_contrast_with_the_page_in_light_and_dark() -> None:
-    def luminance(color: str) -> float:
-        parts = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+LIGHT, DARK = "#ffffff", "#16181c"
+VISIONS = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+"""Matrices for linear RGB by Machado, Oliveira and Fernandes 2009."""
 
-    def contrast(color: str, ground: str) -> float:
-        low, high = sorted((luminance(color), luminance(ground)))
+
+def linear(color: str) -> NDArray[np.float64]:
+    """Return the linear RGB values of a color such as "#16181c"."""
+    parts = np.array([int(color[index : index + 2], 16) for index in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the CIELAB values of linear RGB."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(rgb, 0, 1) / (0.95047, 1, 1.08883)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("ground", [LIGHT, DARK])
+def test_colors_of_lines_are_apart_for_color_blind_readers_too(ground: str) -> None:
+    def contrast(color: str) -> float:
+        low, high = sorted(float(linear(each) @ (0.2126, 0.7152, 0.0722)) for each in (color, ground))
         return (high + 0.05) / (low + 0.05)
 
     light, dark = (re.findall(r"--chart-\d: (#\w+)", block) for block in STYLE.read_text().split("}")[:2])
     assert light == list(COLORS[:-1])
-    assert len(dark) == len(set(dark)) == len(light)
-    assert all(contrast(color, "#ffffff") >= 3 for color in light)
-    assert all(contrast(color, "#16181c") >= 3 for color in dark)
+    assert dark == re.findall(r"--chart-\d: (#\w+)", CSS.read_text()), "the same in a report and in the page"
+    colors = [*light, COLORS[-1]] if ground == LIGHT else [*dark, "#e4e6ea"]
+    assert min(map(contrast, colors)) >= 3
+    for matrix in VISIONS.values():
+        seen = [lab(np.array(matrix) @ linear(color)) for color in colors]
+        assert min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2)) > 20
 
 
 def test_what_comes_from_outside_stays_text() -> None:

@@ -11,7 +11,8 @@ from PIL import Image
 from diffserve.experiments.axes import numbers, split_axis, whole_numbers
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
-from diffserve.experiments.report import CSV, JSON, OVERVIEW, SUMMARY
+from diffserve.experiments.report import CSV, JSON, SUMMARY
+from diffserve.experiments.report_figures import OVERVIEW
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEPT = ROOT / "benchmarks" / "results" / "sweep-embedded"

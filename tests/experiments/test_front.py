@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from diffserve.experiments.charts import ChartDot, knee, pareto_front
+from diffserve.experiments.charts import knee, pareto_front
 from diffserve.experiments.estimates import Estimate
+from diffserve.experiments.series import ChartDot
 from diffserve.experiments.summary import CellSummary, summarise
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 

@@ -81,7 +81,8 @@ def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellS
 
 
 def test_a_strip_has_a_row_for_each_sampler_and_ends_in_the_converged_picture() -> None:
-    missing, colors = Cell("ddim", 20, 3.0), {("ddim", 3.0, ()): 0}
+    missing = Cell("ddim", 20, 3.0)
+    colors = {missing.line: 0}
     grid = strip_grid({cell: data for cell, data in THUMBNAILS.items() if cell != missing})
     assert grid.heads == ("5 steps", "20 steps", "100 steps", "converged (200)")
     assert grid.names == ("ddpm", "ddim")

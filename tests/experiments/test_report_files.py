@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffserve.experiments.charts import StripGrid, over_seconds, over_steps
+from diffserve.experiments.charts import StripGrid, headline, over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import Section, Tables, write_markdown, write_page
+from diffserve.experiments.report_page import SCRIPT, DoubtfulCell, Section, Tables, write_markdown, write_page
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -86,28 +86,36 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
-    strip = StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),), 1)
+def test_the_page_loads_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
+    rows = ((png(3), png(4)), (png(5), png(4)))
+    strip = StripGrid((NASTY, "converged"), (NASTY, "ddim"), rows, 1, ((png(6), None), (png(7), None)))
     sections = [
         Section(NASTY, (NASTY,), charts=over_steps(summaries, Measure, {"ddim": NASTY})),
         Section("seconds", (), charts=over_seconds(summaries, [Measure.SSIM])),
         Section("strips", (), strips={NASTY: strip}),
+        Section("doubtful", (), doubtful=(DoubtfulCell(NASTY, ((NASTY, png(8)),)),)),
     ]
-    text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, Tables(summaries), [NASTY])
+    facts, tables = {"model": NASTY, NASTY: 3}, Tables(summaries)
+    text = write_page(NASTY, facts, FINDINGS, sections, tables, [NASTY], headline(summaries))
     page = Page(text)
-    (address,) = [address for address in page.addresses if not address.startswith("#")]
-    assert address.startswith("data:image/webp;base64,")
-    assert "script" not in page.tags
+    images = [address for address in page.addresses if not address.startswith("#")]
+    assert len(images) == 4 + 2 + 1, "images, difference maps, and a doubtful image"
+    assert all(address.startswith("data:image/webp;base64,") for address in images)
+    assert page.tags.count("script") == 1
+    assert SCRIPT.read_text(encoding="utf-8") in text, "the script has no text from outside"
+    assert page.tags.count("details") == 1, "the row after the first ones is folded"
     assert "link" not in page.tags
     assert not re.search(r"url\((?!#)|@import|https?://", text)
-    assert page.tags.count("svg") == 4 + 1, "a chart for each measure"
+    assert page.tags.count("svg") == 2 + 4 + 1, "the headline, and a chart for each measure"
     assert sum(NASTY in words for words in page.words) >= 10
-    assert page.tags.count("tr") == 1 + len(summaries) + 2
+    assert page.tags.count("tr") == 1 + len(summaries) + 4
     assert {"h1", "h2", "table", "figcaption", "svg"} <= set(page.tags)
 
 
 def test_a_page_without_findings_says_so(summaries: tuple[CellSummary, ...]) -> None:
-    assert "answer none of the usual questions" in write_page("t", {}, (), [], Tables(summaries), [])
+    text = write_page("t", {}, (), [], Tables(summaries), [])
+    assert "answer none of the usual questions" in text
+    assert "<script" not in text, "there is nothing to compare"
 
 
 def test_the_table_of_the_page_writes_a_unit_once_and_the_guidance_only_where_there_are_several(
@@ -124,7 +132,7 @@ def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
     summaries: tuple[CellSummary, ...],
 ) -> None:
     text = write_markdown("A sweep", {"model": "tiny"}, FINDINGS, "overview.png", Tables(summaries), ["Paired."])
-    assert "![quality over steps, and one seed with more steps](overview.png)" in text
+    assert "![quality over network evaluations and over seconds per image](overview.png)" in text
     assert "### DDIM is ahead: as expected" in text
     rows = [line for line in text.splitlines() if line.startswith("| dd")]
     assert [row.split("|")[1].strip() for row in rows] == [summary.cell.label for summary in summaries]
@@ -136,6 +144,6 @@ def test_the_short_report_takes_words_as_words(summaries: tuple[CellSummary, ...
     text = write_markdown(
         nasty, {nasty: nasty}, (Finding(nasty, OTHERWISE, (nasty,)),), "p.png", Tables(summaries), [nasty]
     )
-    assert not re.search(r"(?<!\\)[<\]`](?!\(p\.png)", text.replace("steps](p.png)", "steps"))
+    assert not re.search(r"(?<!\\)[<\]`](?!\(p\.png)", text.replace("image](p.png)", "image"))
     assert "://" not in text
     assert [line for line in text.splitlines() if line.startswith("# ")] == [text.splitlines()[0]]
