@@ -190,8 +190,8 @@ def plan_of(
         InvalidRequest: An argument is invalid.
     """
     prompts = options.prompts.strip()
-    given = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
-    axes = [(name, text) for name, text in given.items() if text is not None]
+    main_axes = {"samplers": options.samplers, "steps": options.steps, "guidance": options.guidance}
+    axes = [(name, text) for name, text in main_axes.items() if text is not None]
     profile = settings.model
     return read_plan(
         [*axes, *map(read_axis, options.axes)],

@@ -189,7 +189,7 @@ class ExperimentHandlers:
                         yield await view.news()
             yield await view.ending()
         except (DiffserveError, OSError) as error:
-            yield view.lost(error)
+            yield view.failure(error)
         finally:
             await asyncio.to_thread(files.keep, view.folder)
 

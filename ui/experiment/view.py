@@ -147,7 +147,7 @@ class View:
         files = await self._downloads()
         return Shown(self._end_status(), self._grid(), steps, seconds)._replace(**files, **_BUTTONS)
 
-    def lost(self, error: DiffserveError | OSError) -> Shown:
+    def failure(self, error: DiffserveError | OSError) -> Shown:
         """Return the message of ``error``, with Run in place of Stop."""
         return Shown(status(sentence(error), is_error=True), self._grid())._replace(**_BUTTONS)
 
