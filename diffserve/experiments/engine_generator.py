@@ -28,6 +28,7 @@ from diffserve.settings.config import EngineConfig
 if TYPE_CHECKING:
     from diffserve.engine import Engine
     from diffserve.engine.image.task import TickTrace
+    from diffserve.runtime.model import MemoryEntry
     from diffserve.runtime.vae.vae import VAERunner
 
 TIMED_STEPS = 16
@@ -40,6 +41,9 @@ class SweepModel(Protocol):
     @property
     def digest(self) -> str:
         """Digest of the weights."""
+
+    def memory_report(self) -> Sequence[MemoryEntry]:
+        """Sizes of the components; empty if unknown."""
 
     @property
     def vae(self) -> VAERunner:

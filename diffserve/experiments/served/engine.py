@@ -15,6 +15,7 @@ from diffserve.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from diffserve.engine.image.task import TickTrace
+    from diffserve.runtime.model import MemoryEntry
     from diffserve.runtime.vae.vae import VAERunner
 
 
@@ -61,6 +62,10 @@ class ServedModel:
     def __init__(self, begin: Begin) -> None:
         self.digest = begin.info.digest
         self._begin = begin
+
+    def memory_report(self) -> list[MemoryEntry]:
+        """Return nothing: the server does not state the sizes of its components."""
+        return []
 
     @cached_property
     def vae(self) -> VAERunner:
