@@ -6,7 +6,7 @@
     generation  core loop that generates, measures and records images, with an engine or a server
     run         runs a plan with an engine, resumably, and writes its report
     gate        runs a plan in several precisions, and compares them
-    charts      measures over steps and over time, rendered as PNG and SVG by ``plots``
+    charts      measures over steps, network evaluations and time, rendered as PNG and SVG by ``plots``
     summary     result table, also as CSV
 
 >>> from diffserve import Engine
