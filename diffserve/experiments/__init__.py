@@ -8,7 +8,7 @@
     served      runs a plan with the engines of a server
     export      writes the images of a sweep in the folder layouts of benchmarks
     gate        runs a plan in several precisions, and compares them
-    charts      measures over steps and over time, rendered as PNG and SVG by ``plots``
+    charts      measures over steps, network evaluations and time, rendered as PNG and SVG by ``plots``
     summary     result table, also as CSV
 
 >>> from diffserve import Engine

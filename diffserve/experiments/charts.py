@@ -153,8 +153,8 @@ def headline(summaries: Sequence[CellSummary], names: Names = NO_NAMES) -> tuple
     common = common_measures(summaries)
     closeness = [measure for measure in (*RANKING, *common) if measure in common][:1]
     quality = over_seconds(summaries, [measure for measure in HEADLINE_QUALITY if measure in common], names)
-    chosen = [chart for chart in quality if len(chart.front) >= LEAST_FRONT] or quality
-    return (*over_evaluations(summaries, closeness, names), *chosen[:1])
+    informative = [chart for chart in quality if len(chart.front) >= LEAST_FRONT] or quality
+    return (*over_evaluations(summaries, closeness, names), *informative[:1])
 
 
 def color_numbers(summaries: Sequence[CellSummary]) -> dict[CellLine, int]:
@@ -204,8 +204,12 @@ def _is_slow(summaries: Sequence[CellSummary], line: CellLine) -> bool:
 
 
 def _common_end(lines: Sequence[ChartLine]) -> float:
-    """Return the largest x that every line reaches, apart from lines of learned samplers, which end early."""
-    return min((line.dots[-1].x for line in lines if not line.is_learned), default=math.inf)
+    """Return the largest x that every line reaches, apart from lines of learned samplers, which end early.
+
+    It is not smaller than the start of any line, so that each line has a dot.
+    """
+    ends = [line.dots[-1].x for line in lines if not line.is_learned]
+    return max(min(ends, default=0.0), max((line.dots[0].x for line in lines), default=0.0))
 
 
 def _up_to(end: float, lines: Iterable[ChartLine]) -> Iterable[ChartLine]:

@@ -309,6 +309,8 @@ def _notes(
         f"Milliseconds per step and seconds per image are for one image alone on the engine: {how_timed}. Images per "
         "second are for the full engine: each image is charged its share of every tick that it was part of, by rows, "
         "while the cells shared the engine.",
+        "Charts over network evaluations count the two rows of an evaluation with guidance as one; the tables count "
+        "rows. They end at the number that every built-in sampler reaches.",
         "The Pareto front uses only the values; check the intervals before you trust a small difference.",
     ]
     if len(plan.looks) > 1:

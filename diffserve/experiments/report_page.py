@@ -277,8 +277,8 @@ def _strip(caption: str, grid: StripGrid) -> str:
     if grid.differences:
         toggle = '<label class="toggle"><input type="checkbox"> show difference maps</label>'
     if folded := len(grid.rows[grid.num_first :]):
-        rest = _strip_table(grid, slice(grid.num_first, None))
-        table += f"<details><summary>{folded} more {'row' if folded == 1 else 'rows'}</summary>{rest}</details>"
+        folded_table = _strip_table(grid, slice(grid.num_first, None))
+        table += f"<details><summary>{folded} more {'row' if folded == 1 else 'rows'}</summary>{folded_table}</details>"
     return f'<figure class="strips"><figcaption>{escape(caption)}</figcaption>{toggle}{table}</figure>'
 
 

@@ -194,6 +194,8 @@ def test_evaluations_make_samplers_with_two_per_step_comparable() -> None:
     assert chart.x_title == "network evaluations per image\n(two per step: Heun)"
     ends = {line.name: [dot.x for dot in line.dots] for line in chart.lines}
     assert ends == {"ddim": [5, 10, 50], "ddpm": [5, 10, 50], "Heun": [10, 20], "learned": [4, 5, 8]}
+    (single,) = over_evaluations((SWEEP[0], heun[0]), [Measure.PSNR_DB])
+    assert sorted(dot.x for dot in single.dots) == [5, 10], "each sampler has a dot"
 
 
 def test_the_headline_has_closeness_over_evaluations_and_a_front_over_seconds() -> None:
