@@ -135,7 +135,6 @@ class ExperimentBody(Body):
                 [*((name, values) for name, values in main.items() if values is not None), *(self.axes or {}).items()],
                 prompts=self.prompts,
                 guidance=info.default_guidance_scale,
-                learned_steps=LearnedSamplers.of(info).steps_of,
                 num_seeds=self.num_seeds,
                 first_seed=self.first_seed,
                 reference_steps=min(self.reference_steps, info.train_timesteps),
@@ -145,9 +144,6 @@ class ExperimentBody(Body):
                 learned_steps=LearnedSamplers.of(info).steps_of,
             )
             plan.check(info)
-            if plan.engines != ((),):
-                message = "axes has model or precision; a server runs an experiment on one engine: leave them out."
-                raise InvalidRequest(message, param="axes")
         except InvalidRequest as error:
             raise _in_words_of_the_body(error) from None
         if plan.engines != (NO_AXES,):
