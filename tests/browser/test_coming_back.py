@@ -74,6 +74,9 @@ def start_both(there: Visit) -> None:
     there.page.get_by_role("tab", name="Experiment").click()
     there.pick("exp-samplers", "DDIM")
     there.write("exp-steps", "2, 1000")
+    there.write("exp-prompts", "a penguin")
+    there.write("exp-seeds", 1)
+    there.write("exp-reference-steps", 3)  # converged images come first, and share the engine with the thousand steps
     there.press("exp-run")
     there.until("() => [...document.querySelectorAll('#exp-grid td img')].some(image => image.naturalWidth > 0)")
 
@@ -135,7 +138,7 @@ def test_a_server_that_dies_midway_is_reported_at_once_and_the_next_one_continue
         here.set_advanced(steps=5)
         here.press("lost-generate")
         here.expect_caption("generated after reconnecting")
-        with running_server(Path("embedded"), tmp_path / "second", page=True) as second:
+        with running_server(Path("embedded"), tmp_path / "first", page=True) as second:
             cable.target_port = second.port
             expect(here.gallery()).to_have_count(2, timeout=1000 * START_S)
             here.until_rested()

@@ -18,6 +18,7 @@ from ui.server import Server, sentence
 from ui.visitors import ask_for_visitor
 
 NOT_YET: Final = "The duration is known once the server has loaded its models."
+GONE: Final = "The experiment of this page is not on the server any more."
 SHOW_EVERY_S: Final = 0.25
 """Shortest time between two updates while cells come quickly, as after a reload."""
 
@@ -177,7 +178,9 @@ class ExperimentHandlers:
             view = View(experiment, image, client, files)
             stream = client.experiment_events(current)
         except (DiffserveError, OSError) as error:
-            yield Shown(status=status(message_of(error), is_error=True))
+            is_gone = isinstance(error, DiffserveError) and error.code == "experiment_not_found"
+            message = GONE if is_gone else message_of(error)
+            yield Shown(status=status(message, is_error=True), current="" if is_gone else gr.skip())
             return
         shown_s = -SHOW_EVERY_S
         try:
