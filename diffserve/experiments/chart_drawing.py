@@ -289,11 +289,11 @@ def _ticks(positions: Sequence[float]) -> list[float]:
     """
     counts = Counter(positions)
     ends = (min(positions), max(positions))
-    least = (ends[1] / ends[0]) ** MIN_TICK_DISTANCE
+    min_ratio = (ends[1] / ends[0]) ** MIN_TICK_DISTANCE
     ticks: list[float] = []
     common = [x for x in counts if x in ends or 3 * counts[x] >= max(counts.values())]
     for x in sorted(common, key=lambda x: (x not in ends, -counts[x], x)):
-        if all(max(x / tick, tick / x) >= least for tick in ticks):
+        if all(max(x / tick, tick / x) >= min_ratio for tick in ticks):
             ticks.append(x)
     return sorted(ticks)
 
