@@ -285,15 +285,15 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
 def _ticks(positions: Sequence[float]) -> list[float]:
     """Choose ticks from the positions of dots: the ends, then the common ones that have enough distance.
 
-    Positions that fewer than half as many lines have as the most common one are those of few samplers.
+    Positions that fewer than a third as many lines have as the most common one are those of few samplers.
     """
     counts = Counter(positions)
     ends = (min(positions), max(positions))
-    least = (ends[1] / ends[0]) ** MIN_TICK_DISTANCE
+    min_ratio = (ends[1] / ends[0]) ** MIN_TICK_DISTANCE
     ticks: list[float] = []
-    common = [x for x in counts if x in ends or 2 * counts[x] >= max(counts.values())]
+    common = [x for x in counts if x in ends or 3 * counts[x] >= max(counts.values())]
     for x in sorted(common, key=lambda x: (x not in ends, -counts[x], x)):
-        if all(max(x / tick, tick / x) >= least for tick in ticks):
+        if all(max(x / tick, tick / x) >= min_ratio for tick in ticks):
             ticks.append(x)
     return sorted(ticks)
 

@@ -130,10 +130,10 @@ def value_range(lines: Iterable[ChartLine], measure: Measure) -> float:
 
 
 def merge(lines: Sequence[ChartLine], measure: Measure) -> tuple[ChartLine, ...]:
-    """Merge lines that coincide: closer than a reader can see, and within the 95 % intervals of each other everywhere.
+    """Merge lines that look like one and whose values are within the 95 % intervals of each other at every position.
 
     Args:
-        lines: The lines; of those that coincide, the one with the first color is drawn.
+        lines: The lines; the one with the first color is drawn for all that coincide.
         measure: The measure of the chart.
     """
     groups: list[list[ChartLine]] = []
