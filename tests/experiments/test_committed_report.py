@@ -17,7 +17,7 @@ from diffserve.experiments.report_figures import OVERVIEW
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEPT = ROOT / "benchmarks" / "results" / "sweep-embedded"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
 MOST_BYTES = 600_000
 
 
