@@ -23,7 +23,7 @@ from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
 from diffserve.experiments.export import Export
 from diffserve.experiments.model_measures import read_measures
 from diffserve.experiments.plan import DEFAULT_SAMPLERS, DEFAULT_STEPS, SweepPlan
-from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, read_plan
+from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, plan_warnings, read_plan
 from diffserve.experiments.prompts import BenchmarkPrompt, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
@@ -75,7 +75,7 @@ def run(options: SweepOptions, sources: SettingsOptions) -> int:
         if sources.flags["model.dtype"].value is not None:
             raise InvalidRequest("--dtype and --axis precision both set precisions; leave --dtype out.", param="dtype")
         resolve_precisions(models, plan.axes[PRECISION], "--axis precision")
-    power = state_power(plan, options.previous)
+    power = [*state_power(plan, options.previous), *plan_warnings(plan)]
     if options.plan_only:
         print("\n".join([_describe_plan(plan), *power]))
         return 0
@@ -277,7 +277,7 @@ def _lines(report: SweepReport) -> Iterator[str]:
     """Yield a short results table, the findings and the path of the full report."""
     candidates = (Measure.EXACT, *PROMPT_MEASURES, Measure.LPIPS, Measure.PSNR_DB, Measure.FRECHET)
     measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
-    heads = ["cell", "evaluations", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
+    heads = ["cell", "UNet rows", "guidance", *(measure.value for measure in measures), "ms per step", "images/s"]
     rows = [heads]
     for cell in report.cells:
         values = (cell.value(measure) for measure in measures)

@@ -28,11 +28,10 @@ from diffserve.experiments.intervals import (
     widen_equal,
 )
 from diffserve.experiments.plan import Cell, Place, SweepPlan, Target
-from diffserve.experiments.power import look_bounds, repeated_interval, unit_means
+from diffserve.experiments.power import LEAST_UNITS, Z_LEVEL, look_bounds, mean_interval, unit_means
 from diffserve.experiments.records import ImageRecord, features_of
 
-LEAST_UNITS = 3
-LEAST_PROMPTS = 8
+LEAST_PROMPTS = 16
 """Minimum number of prompts for an interval of a set distance; fewer give no useful bootstrap estimate."""
 
 SetValues = Mapping[tuple[Cell, Measure], float]
@@ -178,11 +177,10 @@ class Analysis:
             return None
         summed: Floats = np.sum([weight * part for weight, part in zip(weights.values(), values, strict=True)], axis=0)
         mean, groups = float(summed.mean()), self._groups(self.shared_places(weights))
-        bound = self._bound(weights)
-        if bound is None:
-            low, high = bootstrap_interval(summed.tolist(), groups)
+        if len(weights) > 1:
+            low, high = mean_interval(summed, groups, self._bound(weights) or Z_LEVEL)
         else:
-            low, high = repeated_interval(summed, groups, bound)
+            low, high = bootstrap_interval(summed.tolist(), groups)
         if measure is Measure.EXACT and len(weights) > 1:
             low, high = widen_equal(low, high, len(set(groups)))
         return Estimate(mean, low, high)

@@ -142,10 +142,11 @@ def _leave_out_outliers(axes: Axes, chart: Chart) -> None:
     fence = float(min(2.5 * quartiles[0] - 1.5 * quartiles[1], *(sign * dot.value.value for dot in chart.front)))
     inside = values[sign * values >= fence]
     if num_outside := len(values) - len(inside):
-        margin = 0.15 * (inside.max() - inside.min())
+        margin = 0.15 * (inside.max() - inside.min()) or 0.05
         axes.set_ylim(inside.min() - margin, inside.max() + margin)
         direction, limit = ("below", inside.min()) if sign > 0 else ("above", inside.max())
-        text = f"not shown: {num_outside} cells {direction} {chart.measure.write(float(limit))}"
+        cells = "1 cell" if num_outside == 1 else f"{num_outside} cells"
+        text = f"not shown: {cells} {direction} {chart.measure.write(float(limit))}"
         axes.text(0.99, 0.01, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=7, color=FAINT)
 
 

@@ -44,6 +44,7 @@ DEFAULT_SEEDS = 4
 REFERENCE_SAMPLER = "ddim"
 REFERENCE_STEPS = 200
 MAX_PROMPTS = 2_000
+MAX_CELLS = 1_000
 MAX_PICTURES = 10_000
 Place = tuple[int, int]
 """(prompt index, seed index): the key that pairs an image with those of other cells."""
@@ -178,6 +179,14 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidRequest(f"looks is {self.looks}; give increasing seeds per prompt up to {self.num_seeds}.")
         _check_differences(self.detect)
         check_axes(self.axes)
+        num_cells = (
+            len(samplers) * len(steps) * len(guidance) * math.prod(len(set(axis)) for axis in self.axes.values())
+        )
+        if num_cells > MAX_CELLS:  # before any combination is enumerated
+            message = (
+                f"the axes have {num_cells:,} combinations; at most {MAX_CELLS:,} are allowed: choose fewer values."
+            )
+            raise InvalidRequest(message, param="axes", code="too_many_cells")
         if self.reference_steps is not None:
             _check_range("reference_steps", self.reference_steps, 1, None)
         for text in sorted(samplers):

@@ -28,6 +28,7 @@ from diffserve.experiments.plan import (
 )
 from diffserve.experiments.power import DIFFERENCES
 from diffserve.experiments.prompts import held_out_prompts
+from diffserve.models.learned_samplers import NOT_TAKEN
 
 DEFAULT_MAX_IMAGES: Final = 1024
 """Images of a cell at the last look of a sweep that runs until it is decided."""
@@ -114,3 +115,14 @@ def _texts(axes: Iterable[tuple[str, AxisText]]) -> dict[str, str]:
             raise InvalidRequest(f"the axis {field} is given twice; write all of its values in one place.", param=field)
         texts[field] = values if isinstance(values, str) else ",".join(map(str, values))
     return texts
+
+
+def plan_warnings(plan: SweepPlan) -> tuple[str, ...]:
+    """Return sentences about learned samplers that a plan compares with nothing, or varies without effect."""
+    warnings = []
+    pairs = [{cell.sampler, baseline.sampler} for cell, baseline in plan.comparisons]
+    for sampler, steps in plan.learned.items():
+        if not any(sampler in pair and len(pair) > 1 for pair in pairs):
+            warnings.append(f"{sampler} is compared with no other cell; add {steps} to the steps.")
+        warnings += [f"{name} has no effect with {sampler}." for name in NOT_TAKEN if len(plan.axes.get(name, ())) > 1]
+    return tuple(warnings)

@@ -35,6 +35,12 @@ DETECTABLE: Final = (*ASSUMED_DEVIATIONS, *MODEL_MEASURES)
 DIFFERENCES: Final = {Measure.EXACT.value: 0.05, Measure.PSNR_DB.value: 1.0}
 """Differences that a sweep should detect by default, by name of the measure."""
 
+LARGEST: Final = {Measure.EXACT: 1.0, Measure.SSIM: 2.0}
+"""Largest possible difference of a measure."""
+
+LEAST_UNITS: Final = 3
+"""Smallest number of prompts, or of seeds of a single prompt, whose means have a deviation to rely on."""
+
 NORMAL: Final = NormalDist()
 Z_LEVEL: Final = NORMAL.inv_cdf((1 + LEVEL) / 2)
 Z_POWER: Final = NORMAL.inv_cdf(POWER)
@@ -91,7 +97,11 @@ def describe_power(
         needed = needed_units(deviation, difference)
         unit = "prompts" if num_prompts > 1 else "seeds"
         images = needed * num_seeds if num_prompts > 1 else needed
-        finds = "no difference" if math.isinf(detectable) else f"a difference of {measure.write_difference(detectable)}"
+        finds = (
+            "no difference"
+            if math.isinf(detectable) or detectable > LARGEST.get(measure, detectable)
+            else f"a difference of {measure.write_difference(detectable)}"
+        )
         yield (
             f"{subject}: {num_units} {unit} detect {finds} in {measure.short_title} (80 % power, 5 % level, standard "
             f"deviation {measure.write_difference(deviation)}{' assumed' if measured is None else ''}); "
@@ -107,8 +117,11 @@ def unit_means(values: Floats, groups: Sequence[Hashable]) -> Floats:
     return means
 
 
-def repeated_interval(values: Floats, groups: Sequence[Hashable], bound: float) -> tuple[float, float]:
-    """Return the repeated confidence interval of the mean of ``values`` (Jennison and Turnbull 1989).
+def mean_interval(values: Floats, groups: Sequence[Hashable], bound: float) -> tuple[float, float]:
+    """Return Student's interval of the mean of ``values``, infinite for fewer than ``LEAST_UNITS`` groups.
+
+    With the bound of a look it is the repeated confidence interval (Jennison and Turnbull 1989). A bootstrap interval
+    would be too narrow for few groups.
 
     Args:
         values: Paired differences (N,).
@@ -116,7 +129,7 @@ def repeated_interval(values: Floats, groups: Sequence[Hashable], bound: float) 
         bound: Bound of the look for normal statistics; it is widened for the unknown deviation.
     """
     means = unit_means(values, groups)
-    if len(means) < 2:
+    if len(means) < LEAST_UNITS:
         return -math.inf, math.inf
     half = student_quantile(bound, len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))
     return float(means.mean()) - half, float(means.mean()) + half

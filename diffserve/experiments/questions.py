@@ -16,7 +16,7 @@ from typing import NamedTuple
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.axes import write_settings
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.findings import Finding, describe_difference, interval, is_not_behind, join_numbers
+from diffserve.experiments.findings import Finding, describe_difference, interval, is_not_behind
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.verdicts import NOT_DISTINGUISHABLE, judge_difference
 from schedulers.learned import is_learned
@@ -121,7 +121,7 @@ class _Questions:
             equals = list(takewhile(partial(self._reaches, cell), larger))
             verdict = f"{difference} than {rank.best.label}" if judged.outcome else difference
             if equals:
-                verdict += f"; not behind the best built-in sampler with {join_numbers(equals)} evaluations"
+                verdict += f"; {self._relation(cell, equals[-1])} the best built-in one with {equals[-1]} evaluations"
             evidence = [self._value(cell), self._value(rank.best)]
             evidence += [self._difference(cell, best.best) for n in equals if (best := self._best_built_in(n))]
             claim = f"{cell.label} against the best built-in sampler with {_evaluations(cell)} evaluations"
@@ -148,6 +148,14 @@ class _Questions:
         rank = self._best_built_in(evaluations)
         judged = judge_difference(self._analysis, {cell: 1, rank.best: -1}, Measure.PSNR_DB) if rank else None
         return judged is not None and judged.outcome >= 0 and not judged.why_not
+
+    def _relation(self, cell: Cell, evaluations: int) -> str:
+        """Describe how ``cell`` compares with the best built-in cell with ``evaluations``, which it is not behind."""
+        rank, margin = self._best_built_in(evaluations), self._analysis.plan.detect.get(Measure.PSNR_DB.value, 0.0)
+        judged = judge_difference(self._analysis, {cell: 1, rank.best: -1}, Measure.PSNR_DB) if rank else None
+        if judged is not None and is_not_behind(judged, Measure.PSNR_DB, margin):
+            return "not behind"
+        return f"{NOT_DISTINGUISHABLE} from"
 
     def _first_not_behind(self, fewer: Sequence[Cell], most: Cell, margin: float) -> Cell | None:
         """Return the first cell that, like all after it, is behind ``most`` by certainly less than ``margin``."""

@@ -295,8 +295,9 @@ def _notes(
     num_images = len(plan.places_until(plan.looks[0] if plan.looks else plan.num_seeds))
     notes = [
         "Paired comparison: every cell generates the same prompts with the same seeds, and so from the same initial "
-        "latents; each prompt has its own seeds. Intervals are 95 % bootstrap intervals over prompts: all images of a "
-        "prompt are resampled together, and differences between cells are computed per image first.",
+        "latents; each prompt has its own seeds. Intervals of cells are 95 % bootstrap intervals over prompts: all "
+        "images of a prompt are resampled together. Intervals of differences are Student's over the mean differences "
+        "of prompts; with fewer than three prompts there are none. Those of distances between sets are bootstrap ones.",
         f"A difference is not distinguishable if its interval holds zero, with fewer than {LEAST_SEEDS} seeds per "
         f"prompt, or for a gap between Frechet distances under {100 * LEAST_FRECHET_GAP:.1f} %, which retraining and "
         "reseeding cause by themselves (arXiv 2606.20536). Intervals are not corrected for the number of comparisons.",

@@ -109,7 +109,7 @@ def _markdown_comparisons(comparisons: Sequence[Comparison]) -> Iterator[str]:
 def _markdown_table(tables: Tables) -> Iterator[str]:
     summaries = tables.summaries
     measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
-    heads = ["cell", "network evaluations", *map(tables.head, measures), "ms per step", "s per image", "images/s"]
+    heads = ["cell", "UNet rows", *map(tables.head, measures), "ms per step", "s per image", "images/s"]
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])
     names = cell_names(summary.cell for summary in summaries)
@@ -323,7 +323,7 @@ def _table(tables: Tables) -> Iterator[str]:
     summaries = tables.summaries
     measures = [measure for measure in Measure if any(summary.value(measure) for summary in summaries)]
     heads = ["cell", *map(tables.head, measures)]
-    heads += ["network evaluations", "ms per step, alone", "s per image, alone", "images/s, full engine"]
+    heads += ["UNet rows", "ms per step, alone", "s per image, alone", "images/s, full engine"]
     note = "Below each value: its 95 % interval. Below each time: minimum and maximum."
     yield f'<h2>All cells</h2><p class="note">{note}</p>'
     yield '<div class="wide"><table class="cells"><thead><tr>'

@@ -9,6 +9,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.findings import Finding
 from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan_reading import plan_warnings
 from diffserve.experiments.questions import answer_questions
 from tests.experiments.synthetic import analysis_of, plan_of
 
@@ -68,7 +69,7 @@ def test_a_learned_sampler_is_compared_with_the_best_built_in_one() -> None:
     claim = f"{LEARNED} against the best built-in sampler with 5 evaluations"
     finding = answers(rmse, learned=True)[claim]
     assert finding.verdict.startswith("better by 2.0 dB")
-    assert finding.verdict.endswith("than unipc 5; not behind the best built-in sampler with 10 evaluations")
+    assert finding.verdict.endswith("than unipc 5; not behind the best built-in one with 10 evaluations")
     behind = answers(lambda cell: 0.9 if cell.sampler == LEARNED else 0.2, learned=True)[claim]
     assert behind.verdict.startswith("worse by 7.")
 
@@ -86,3 +87,12 @@ def test_a_learned_sampler_has_one_cell_with_its_own_steps() -> None:
 def test_a_learned_sampler_without_known_steps_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="learned:other"):
         SweepPlan(samplers=("learned:other",), steps=(4,), guidance=(3.0,), prompts=("a",))
+
+
+def test_learned_samplers_without_a_comparison_or_an_effect_are_warned_of() -> None:
+    plan = plan_of(("ddim", LEARNED), (4, 6), learned={LEARNED: 5}, axes={"eta": (0.0, 0.5)})
+    assert plan_warnings(plan) == (
+        f"{LEARNED} is compared with no other cell; add 5 to the steps.",
+        f"eta has no effect with {LEARNED}.",
+    )
+    assert plan_warnings(plan_of(("ddim", LEARNED), (5, 6), learned={LEARNED: 5})) == ()

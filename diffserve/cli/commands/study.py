@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -194,6 +195,8 @@ def sweep(
     )  # fmt: skip
     if not until_decided and max_minutes is not None:
         raise InvalidRequest("--max-minutes needs --until-decided; add it, or leave --max-minutes out.")
+    if max_minutes is not None and not 0 < max_minutes < math.inf:
+        raise InvalidRequest(f"--max-minutes is {max_minutes:g}; it must be a positive number.", param="max_minutes")
     if (search or gate is not None) and (measures or export_layout is not None):
         raise InvalidRequest("--measures and --export-layout are for sweeps; leave them out with --search and --gate.")
     if search:

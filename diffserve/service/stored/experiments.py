@@ -19,8 +19,9 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED
 from diffserve.api.types import ModelInfo
 from diffserve.experiments.findings import Finding
+from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import MAX_PICTURES, MAX_PROMPTS, REFERENCE_STEPS, SweepPlan
-from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, read_plan
+from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, plan_warnings, read_plan
 from diffserve.experiments.report import JSON, PAGE
 from diffserve.experiments.run import state_power
 from diffserve.experiments.served.messages import CellDone
@@ -92,7 +93,9 @@ class ExperimentBody(Body):
     model_config = ConfigDict(title="CreateExperimentRequest")
 
     samplers: Annotated[AxisValues, Field(description='Samplers, such as "ddim, DPM++ 2M Karras".')] | None = None
-    steps: Annotated[AxisValues, Field(description='Step counts, also as ranges: "4,8,10-50 (+10)".')] | None = None
+    steps: Annotated[AxisValues | int, Field(description='Step counts, also as ranges: "4,8,10-50 (+10)".')] | None = (
+        None
+    )
     guidance: (
         Annotated[AxisValues | float, Field(description="Guidance scales; default: that of the model.")] | None
     ) = None
@@ -110,7 +113,10 @@ class ExperimentBody(Body):
     )
     num_seeds: Annotated[int, Field(ge=1, description="Images of each prompt and cell.")] | None = None
     first_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    reference_steps: Annotated[int, Field(ge=1, description="DDIM steps of the converged images.")] = REFERENCE_STEPS
+    reference_steps: (
+        Annotated[int, Field(ge=1, description=f"DDIM steps of the converged images; default {REFERENCE_STEPS}.")]
+        | None
+    ) = None
     until_decided: Annotated[
         bool, Field(description="Double the seeds of cells with open verdicts, up to max_images.")
     ] = False
@@ -128,8 +134,8 @@ class ExperimentBody(Body):
         Raises:
             InvalidRequest: A value is malformed or not allowed.
         """
-        guidance = [self.guidance] if isinstance(self.guidance, float | int) else self.guidance
-        main = {"samplers": self.samplers, "steps": self.steps, "guidance": guidance}
+        guidance, steps = ([each] if isinstance(each, float | int) else each for each in (self.guidance, self.steps))
+        main = {"samplers": self.samplers, "steps": steps, "guidance": guidance}
         try:
             plan = read_plan(
                 [*((name, values) for name, values in main.items() if values is not None), *(self.axes or {}).items()],
@@ -137,7 +143,7 @@ class ExperimentBody(Body):
                 guidance=info.default_guidance_scale,
                 num_seeds=self.num_seeds,
                 first_seed=self.first_seed,
-                reference_steps=min(self.reference_steps, info.train_timesteps),
+                reference_steps=self.reference_steps or min(REFERENCE_STEPS, info.train_timesteps),
                 until_decided=self.until_decided,
                 max_images=self.max_images,
                 detect=self.detect,
@@ -165,6 +171,13 @@ def _in_words_of_the_body(error: InvalidRequest) -> InvalidRequest:
     if message.startswith(f"{param} "):
         message = name + message.removeprefix(param)
     return InvalidRequest(message, param=name or None, code=error.code)
+
+
+def _warnings(plan: SweepPlan, info: ModelInfo) -> list[str]:
+    """Return warnings about cells without a comparison and about prompts that cannot be checked."""
+    why_not = PromptCheck(info.family, plan.prompts).why_not
+    unchecked = [] if why_not is None else [f"Exact prompt match is not measured: {why_not}"]
+    return [*plan_warnings(plan), *unchecked]
 
 
 class ExperimentRoutes:
@@ -212,15 +225,16 @@ class ExperimentRoutes:
             plan = await ANSWERS.run(body.plan, info)
             if self._safety is not None:
                 await ANSWERS.run(self._check_prompts, self._safety, plan)
+            warnings = [*body.warnings, *await ANSWERS.run(_warnings, plan, info)]
             seconds = await ExperimentForecast(self._engine, plan, info, f"{BATCH}{owner}").seconds()
             if body.plan_only:
                 power = await ANSWERS.run(state_power, plan, None)
-                return JSONResponse(plan_object(plan, info.model_id, seconds, power) | {"warnings": body.warnings})
+                return JSONResponse(plan_object(plan, info.model_id, seconds, power) | {"warnings": warnings})
             rows = await LISTINGS.run(
                 self._experiments.add, owner, info.model_id, msgspec.to_builtins(plan), plan.num_images, seconds
             )
         self._runner.wake()
-        return JSONResponse(self._object(rows) | {"warnings": body.warnings})
+        return JSONResponse(self._object(rows) | {"warnings": warnings})
 
     @staticmethod
     def _check_prompts(safety: Safety, plan: SweepPlan) -> None:
@@ -271,7 +285,9 @@ class ExperimentRoutes:
                         yield _cell_event(cell_object(experiment, cell.cell), cell.comparisons)
             if loop.time() - told_s >= TELL_EVERY_S or status != experiment.status:
                 told_s, status = loop.time(), experiment.status
-                yield event({"type": PROGRESS, **self._object(experiment)}, PROGRESS)
+                state = self._object(experiment)
+                del state["plan"]  # it may have thousands of prompts
+                yield event({"type": PROGRESS, **state}, PROGRESS)
             if self._runner.is_stopping:
                 raise Draining("the server is shutting down; the experiment continues when it is back.")
             await asyncio.sleep(LOOK_EVERY_S)
@@ -285,7 +301,7 @@ class ExperimentRoutes:
         yield event({"type": name, "experiment": whole}, name)
 
     async def cancel(self, request: Request, experiment_id: str) -> Response:
-        """Cancel an experiment; finished cells are kept. Repeating the call is allowed."""
+        """Cancel an experiment; finished cells are kept. The call can be repeated while it ends."""
         experiment = await self._experiment_of(request, experiment_id)
         moved = await LISTINGS.run(
             self._experiments.move, experiment.id, "cancelling", of=("validating", "in_progress", "finalizing")
