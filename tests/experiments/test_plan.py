@@ -333,6 +333,6 @@ def test_a_plan_of_one_engine_has_no_engine_axis() -> None:
 
 def test_too_many_combinations_are_refused_before_they_are_enumerated() -> None:
     values = tuple(value / 100 for value in range(1, 101))
-    with pytest.raises(InvalidRequest, match=r"the axes have 100,000,000 combinations; at most 1,000") as error:
+    with pytest.raises(InvalidRequest, match=r"the axes have 200,000,000 combinations; at most 1,000") as error:
         plan_of(steps=tuple(range(1, 101)), axes={"eta": values, "sigma_min": values, "sigma_max": values})
     assert error.value.code == "too_many_cells"
