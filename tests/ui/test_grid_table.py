@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.summary import CellSummary
-from ui.experiment.view import grid
+from ui.experiment.view import findings_list, grid
 
 BAD = "<img src=x onerror=alert(1)>\"'&"
 
@@ -91,3 +91,13 @@ def test_prompts_and_names_are_escaped() -> None:
     markup = grid(plan_of(prompt=BAD), {}, {}, {"ddim": BAD})
     assert "<img" not in markup
     assert "onerror=alert(1)&gt;" in markup
+
+
+def test_findings_are_claims_with_verdict_and_evidence() -> None:
+    finding = {"claim": f"a {BAD}", "verdict": "as expected", "evidence": ["ddim 4: 20.0 dB.", "One pair."]}
+    (details,) = ElementTree.fromstring(findings_list([finding])).findall("details")
+    summary = details.find("summary")
+    assert summary is not None
+    assert "".join(summary.itertext()) == f"a {BAD}: as expected"
+    assert details.findtext("p") == "ddim 4: 20.0 dB. One pair."
+    assert findings_list([]) == ""

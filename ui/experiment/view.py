@@ -33,7 +33,7 @@ from schedulers.learned import is_learned
 from ui.captions import seconds_text, status
 from ui.events import shown_if
 from ui.files import PageFiles
-from ui.server import as_sentence, sentence
+from ui.server import sentence
 
 CURVES_EVERY_S: Final = 4.0
 """Shortest time between updates of the curves, which take about 0.2 s of a core."""
@@ -220,7 +220,7 @@ def findings_list(findings: Sequence[Mapping[str, Any]]) -> str:
     """Return the claims of the report with their verdicts and evidence as HTML; empty without any."""
     items = "".join(
         f"<details><summary>{escape(finding['claim'])}: <b>{escape(finding['verdict'])}</b></summary>"
-        f"<p class='note'>{escape(' '.join(map(as_sentence, finding['evidence'])))}</p></details>"
+        f"<p class='note'>{escape(' '.join(finding['evidence']))}</p></details>"
         for finding in findings
     )
     return f"<div class='findings'>{items}</div>" if items else ""
