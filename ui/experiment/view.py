@@ -29,7 +29,6 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
 from diffserve.experiments.series import line_names, line_of, steps_text
 from diffserve.experiments.summary import CellSummary, write_csv
-from schedulers.learned import is_learned
 from ui.captions import seconds_text, status
 from ui.events import shown_if
 from ui.files import PageFiles
@@ -255,7 +254,7 @@ def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
     labels = {choice.name: choice.label for choice in image.samplers}
     names = {}
     for text in dict.fromkeys(cell.sampler for cell in plan.cells):
-        name, _, schedule = (text if is_learned(text) else canonical_sampler(text)).partition(" ")
+        name, _, schedule = (text if text in plan.learned else canonical_sampler(text)).partition(" ")
         names[text] = f"{labels.get(name, name)} {schedule}".strip()
     return names
 
