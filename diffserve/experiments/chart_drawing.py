@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from diffserve.experiments.charts import MAX_COLORED, Chart
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.labels import Box, choose_place, spread
-from diffserve.experiments.series import ChartDot, ChartLine
+from diffserve.experiments.series import ChartDot, ChartLine, steps_text
 
 INK, FAINT = "#1b1d21", "#70757d"
 COLORS = ("#8a1700", "#2994ff", "#ad9100", "#6a0e7c", "#ff528b", "#4700d6", INK)
@@ -228,7 +228,7 @@ def _label_dots(labels: Sequence[tuple[ChartLine, _Label]], chart: Chart, placer
     """Write sampler and steps at the points of the front, and names of other colored samplers at their best dots."""
     for dot in chart.front_labels():
         line = next(line for line in chart.lines if dot in line.dots)
-        placer.write(dot, _Label(f"{line.name} {dot.summary.cell.num_steps}", LABEL_PT, _color(line)))
+        placer.write(dot, _Label(line.name_at(dot.summary.cell.num_steps), LABEL_PT, _color(line)))
     for line, label in labels:
         if line.color is not None and not any(dot in chart.front for dot in line.dots):
             placer.write(chart.best(line.dots), label._replace(size_pt=GRAY_LABEL_PT), is_optional=True)
@@ -309,4 +309,4 @@ def _describe_dot(dot: ChartDot, measure: Measure) -> str:
     if value.low is not None and value.high is not None:
         interval = f" (95 % interval {measure.write_range(value.low, value.high)})"
     steps, seconds = dot.summary.cell.num_steps, dot.summary.alone_s
-    return f"{dot.name}, {steps} steps: {measure.write(value.value)}{interval}, {seconds:.2g} s"
+    return f"{dot.name}, {steps_text(steps)}: {measure.write(value.value)}{interval}, {seconds:.2g} s"

@@ -24,6 +24,7 @@ from diffserve.experiments.series import (
     line_of,
     lines_of,
     merge,
+    steps_text,
     value_range,
 )
 from diffserve.experiments.summary import CellSummary
@@ -316,7 +317,7 @@ def strip_grid(
         images = (None if cell is None else thumbnails[cell] for cell in cells)
         reference = next((converged.get(cell.target) for cell in cells if cell is not None), None)
         rows.append((*images, *([thumbnails[reference] if reference else None] if converged else [])))
-    heads = [f"{n} steps" if n > 1 else "1 step" for n in steps]
+    heads = [steps_text(n) for n in steps]
     heads += [f"converged ({next(iter(converged.values())).num_steps})"] if converged else []
     num_first = sum(line in colors for line in order) or len(order)
     return StripGrid(tuple(heads), tuple(lines[line] for line in order), tuple(rows), num_first)

@@ -96,6 +96,7 @@ def describe_power(
         detectable, difference = detectable_difference(deviation, num_units), differences[measure.value]
         needed = needed_units(deviation, difference)
         unit = "prompts" if num_prompts > 1 else "seeds"
+        units = "1 seed detects" if num_units == 1 else f"{num_units} {unit} detect"
         images = needed * num_seeds if num_prompts > 1 else needed
         finds = (
             "no difference"
@@ -103,7 +104,7 @@ def describe_power(
             else f"a difference of {measure.write_difference(detectable)}"
         )
         yield (
-            f"{subject}: {num_units} {unit} detect {finds} in {measure.short_title} (80 % power, 5 % level, standard "
+            f"{subject}: {units} {finds} in {measure.short_title} (80 % power, 5 % level, standard "
             f"deviation {measure.write_difference(deviation)}{' assumed' if measured is None else ''}); "
             f"{measure.write_difference(difference)} needs {needed} {unit}, {images:,} images per cell"
         )

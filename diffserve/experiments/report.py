@@ -263,6 +263,11 @@ def _describe_weights(weights: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     return {name: f"{folder}, weights {digest[:DIGEST_DIGITS]}" for name, (folder, digest) in weights.items()}
 
 
+def _count(number: int | str, noun: str) -> str:
+    """Return a number or a range such as "4 to 8" with its noun."""
+    return f"{number} {noun}" if str(number) == "1" else f"{number} {noun}s"
+
+
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     machine = document["machine"]
     counts = sorted({summary.num_images for summary in document["cells"]})
@@ -273,8 +278,10 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
             f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}"
             for model in _models(document)
         ),
-        "cells": f"{len(plan.cells)}, {num_images} images each",
-        "images": f"{len(plan.prompts)} prompts, {plan.num_seeds} seeds each, the same in every cell",
+        "cells": f"{len(plan.cells)}, {_count(num_images, 'image')} each",
+        "images": (
+            f"{_count(len(plan.prompts), 'prompt')}, {_count(plan.num_seeds, 'seed')} each, the same in every cell"
+        ),
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
         **{name: ", ".join(map(str, values)) for name, values in plan.axes.items()},

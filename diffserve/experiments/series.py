@@ -56,9 +56,18 @@ class ChartLine(NamedTuple):
         """Whether its cells have learned samplers."""
         return is_learned(self.dots[0].summary.cell.sampler)
 
+    def name_at(self, num_steps: int) -> str:
+        """Return the label of the dot with ``num_steps``: "DDIM 5", or "DDIM, guidance 3: 5 steps"."""
+        return f"{self.name}: {steps_text(num_steps)}" if "," in self.name else f"{self.name} {num_steps}"
+
     def cells_at(self, index: int) -> list[ChartDot]:
         """Return the dots that are drawn at the position of dot ``index``: its own, then those of ``others``."""
         return [self.dots[index], *(line.dots[index] for line in self.others)]
+
+
+def steps_text(num_steps: int) -> str:
+    """Return a number of steps in words, such as "1 step"."""
+    return "1 step" if num_steps == 1 else f"{num_steps} steps"
 
 
 def line_of(cell: Cell) -> CellLine:

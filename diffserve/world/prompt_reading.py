@@ -185,10 +185,16 @@ def _patterns() -> tuple[tuple[str | None, re.Pattern[str]], ...]:
     )
 
 
+WORD_OR_SYMBOLS: Final = re.compile(r"[\w-]+|[^\w\s.,;:!?'\"()-]+")
+"""A word, or symbols such as emoji, without punctuation marks."""
+
+
 def _describe_error(prompt: str, words: str) -> str:
     start = f"the prompt {prompt!r} cannot be checked: "
     known_words = caption_words()
-    unknown = [word for word in re.findall(r"[\w-]+", words) if word not in known_words]
+    unknown = [word for word in WORD_OR_SYMBOLS.findall(words) if word not in known_words]
+    if not any(map(str.isalnum, words)):
+        return f"{start}it has no words; write it like {EXAMPLE!r}."
     if not unknown:
         return f"{start}its words are known, but they do not form a caption; write it like {EXAMPLE!r}."
     near = difflib.get_close_matches(unknown[0], sorted(known_words), n=3)

@@ -38,6 +38,18 @@ def until_run(here: Visit) -> None:
     expect(here.part("exp-run")).to_be_enabled()
 
 
+def test_a_fresh_page_has_its_button_and_a_hint(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit()
+    open_experiment(here)
+    here.expect_text("exp-estimate", r"12 combinations of .* 6 images each")
+    expect(here.part("exp-run")).to_have_text("Run", use_inner_text=True)
+    expect(here.part("exp-stop")).to_have_text("Stop")
+    here.expect_text("exp-status", "Images appear here")
+    here.field("exp-samplers").click()
+    expect(here.page.get_by_role("option", name="learned:embedded-5")).to_be_attached()
+    screenshot(here, "experiment-fresh")
+
+
 def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     fill_in(here, samplers=("DDIM", "DPM++ 2M"), steps="1, 3")

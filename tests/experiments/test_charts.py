@@ -79,6 +79,8 @@ def test_several_guidance_scales_are_several_names() -> None:
     assert [line.name for line in chart.lines] == [
         "DDIM, guidance 3; DDIM, guidance 1", "DDPM, guidance 3; DDPM, guidance 1"
     ]  # fmt: skip
+    (chart,) = over_seconds((*SWEEP, *other), [Measure.PSNR_DB], NAMES)
+    assert "DDIM, guidance 3: 5 steps" in " ".join(svgs(figure_html([chart]))[0].itertext())
 
 
 def svgs(html: str) -> list[ElementTree.Element]:
@@ -123,7 +125,7 @@ def test_seconds_have_a_front_and_its_knee_is_named() -> None:
     charts = over_seconds(SWEEP, MEASURES, NAMES)
     assert [(dot.x, dot.value.value) for dot in charts[1].front] == [(0.05, 20.0), (0.1, 28.0), (0.5, 30.0)]
     assert charts[1].knee == charts[1].front[1]
-    assert "its knee: DDIM with 10 steps" in knee_sentence(charts, NAMES)
+    assert "its knee: DDIM with 10 steps" in knee_sentence(charts)
     for svg in svgs(figure_html(charts)):
         texts = [text.text for text in svg.iter("text")]
         assert any("(dashed: Pareto front" in (text or "") for text in texts)

@@ -128,6 +128,9 @@ def test_the_plan_says_what_it_detects_and_what_more_needs() -> None:
     assert known.startswith("a against b: 64 prompts detect a difference of 7.1 points in exact prompt match")
     (few,) = describe_power(comparisons, 2, 4, {"psnr_db": 1.0})
     assert "2 prompts detect no difference" in few
+    assert "1 seed detects no difference" in next(
+        describe_power([("a", Measure.PSNR_DB, None)], 1, 1, {"psnr_db": 0.5})
+    )
 
 
 def test_deviations_are_read_from_a_report_and_scaled_for_fewer_seeds(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_every_relation_has_its_wordings() -> None:
         ("four foxes", "four"),
         ("", "''"),
         ("on", "'on'"),
+        ("\U0001f98a", "it has no words"),
+        ("a fox \U0001f335", "does not know \U0001f335; it holds"),
     ],
 )
 def test_a_prompt_outside_the_language_is_refused_and_says_why(prompt: str, message: str) -> None:

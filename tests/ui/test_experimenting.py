@@ -92,7 +92,9 @@ def test_an_invalid_experiment_is_reported_in_its_tab(here: Server) -> None:
     async def ask() -> tuple[str, list[Shown]]:
         events = ExperimentHandlers(here)
         answers = await events.estimate(**form(samplers=["ddin"])), await run(events, steps="5000")
+        no_steps = await events.estimate(**form(steps="0"))
         await here.client.close()
+        assert "Number of steps is 0; ask for at least 1 step." in no_steps
         return answers
 
     estimate, shown = asyncio.run(ask())
@@ -168,15 +170,23 @@ def test_an_estimate_waits_for_the_models_without_an_error_and_a_run_starts_with
 
 
 def test_samplers_are_selected_by_their_labels() -> None:
-    plan = SweepPlan(samplers=("DPM++ 2M Karras", "ddim"), steps=(2,), guidance=(1.0,), prompts=("a",), num_seeds=2)
+    plan = SweepPlan(
+        samplers=("DPM++ 2M Karras", "ddim", "learned:tiny-5"), steps=(2,), guidance=(1.0,), prompts=("a",),
+        num_seeds=2, learned={"learned:tiny-5": 5},
+    )  # fmt: skip
     image = ImageCapabilities(
         family="sd15", digest="0", device="cpu", dtype="float32", sizes=((64, 64),), min_side_px=64, max_side_px=64,
         samplers=(SamplerChoice(name="dpmpp_2m", label="DPM++ 2M"), SamplerChoice(name="ddim", label="DDIM")),
         quality_steps={}, default_sampler="ddim", default_num_steps=2, default_guidance_scale=1.0,
         default_spacing="leading", train_timesteps=1000, max_images=1,
     )  # fmt: skip
-    assert names_of(plan, image) == {"dpmpp_2m karras": "DPM++ 2M karras", "ddim": "DDIM"}
+    names = {"dpmpp_2m karras": "DPM++ 2M karras", "ddim": "DDIM", "learned:tiny-5": "learned:tiny-5"}
+    assert names_of(plan, image) == names
     planned = PlannedExperiment(
         model="a", plan={"prompts": ["a"], "num_seeds": 2}, num_cells=len(plan.cells), num_images=plan.num_images
     )
-    assert work_text(planned) == "2 combinations of sampler and steps, 2 images each, and 2 converged ones"
+    assert work_text(planned) == "3 combinations of sampler and steps, 2 images each, and 2 converged ones"
+    planned = PlannedExperiment(
+        model="a", plan={"prompts": ["a"], "num_seeds": 1, "guidance": [1, 3]}, num_cells=2, num_images=4
+    )
+    assert work_text(planned).startswith("2 combinations of sampler, steps and guidance, 1 image each")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.summary import CellSummary
-from ui.experiment.view import grid
+from ui.experiment.view import findings_list, grid
 
 BAD = "<img src=x onerror=alert(1)>\"'&"
 
@@ -61,7 +61,43 @@ def test_several_images_are_summarized_in_their_cell() -> None:
     assert "1 more for each, not shown" in grid(plan, {}, {}, {})
 
 
+def test_each_guidance_has_its_own_converged_column_in_its_rows() -> None:
+    plan = SweepPlan(
+        samplers=("ddim",), steps=(4, 8), guidance=(1.0, 3.0), prompts=("a fox",), num_seeds=1, reference_steps=20
+    )
+    rows = squares(plan, *map(finished, plan.all_cells))
+    images = [[square.find("a/img") for square in row] for row in rows]
+    names = [["" if image is None else image.get("alt") for image in row] for row in images]
+    assert names == [
+        ["ddim, 4 steps, guidance 1", "ddim, 8 steps, guidance 1", "ddim, 20 steps, guidance 1", ""],
+        ["ddim, 4 steps, guidance 3", "ddim, 8 steps, guidance 3", "", "ddim, 20 steps, guidance 3"],
+    ]
+    markup = grid(plan, {}, {}, {})
+    assert "<small>DDIM 20, guidance 1</small>" in markup
+    assert "<small>DDIM 20, guidance 3</small>" in markup
+
+
+def test_a_learned_sampler_is_one_cell_at_its_own_steps() -> None:
+    plan = SweepPlan(
+        samplers=("ddim", "learned:tiny-5"), steps=(4, 8), guidance=(3.0,), prompts=("a fox",), num_seeds=1,
+        reference_steps=20, learned={"learned:tiny-5": 5},
+    )  # fmt: skip
+    rows = squares(plan, *map(finished, plan.all_cells))
+    has_image = [[square.find("a/img") is not None for square in row] for row in rows]
+    assert has_image == [[True, False, True, True], [False, True, False, True]], "columns 4, 5, 8 and converged"
+
+
 def test_prompts_and_names_are_escaped() -> None:
     markup = grid(plan_of(prompt=BAD), {}, {}, {"ddim": BAD})
     assert "<img" not in markup
     assert "onerror=alert(1)&gt;" in markup
+
+
+def test_findings_are_claims_with_verdict_and_evidence() -> None:
+    finding = {"claim": f"a {BAD}", "verdict": "as expected", "evidence": ["ddim 4: 20.0 dB.", "One pair."]}
+    (details,) = ElementTree.fromstring(findings_list([finding])).findall("details")
+    summary = details.find("summary")
+    assert summary is not None
+    assert "".join(summary.itertext()) == f"a {BAD}: as expected"
+    assert details.findtext("p") == "ddim 4: 20.0 dB. One pair."
+    assert findings_list([]) == ""

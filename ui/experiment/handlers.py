@@ -26,7 +26,12 @@ MAX_FORM_CHARS: Final = 100_000
 """Limit for all prompts together."""
 
 
-FORM_WORDS: Final = {"num_seeds": "seeds", "first_seed": "first seed", "reference_steps": "reference steps"}
+FORM_WORDS: Final = {
+    "num_seeds": "seeds",
+    "first_seed": "first seed",
+    "reference_steps": "reference steps",
+    "num_steps": "number of steps",
+}
 """Form labels of the field names in messages."""
 
 

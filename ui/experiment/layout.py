@@ -24,7 +24,9 @@ CURVES_STYLES: Final = (STYLE, Path(__file__).with_name("curves.css"))
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
 DEFAULT_STEPS: Final = "5, 10, 20, 50"
 DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a blue background"
-DEFAULT_SEEDS: Final = 2
+DEFAULT_SEEDS: Final = 3
+"""Verdicts need at least three."""
+
 DEFAULT_REFERENCE_STEPS: Final = 200
 NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Estimating the duration."
@@ -83,10 +85,12 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         multiselect=True,
         allow_custom_value=True,
         label="Samplers",
-        info="One row each. A sigma schedule may follow, such as DPM++ 2M Karras.",
+        info="One row each. A sigma schedule may follow, such as DPM++ 2M Karras. Learned samplers have fixed steps.",
         elem_id="exp-samplers",
     )
-    steps = gr.Textbox(DEFAULT_STEPS, label="Steps", info="One column each, separated by commas.", elem_id="exp-steps")
+    steps = gr.Textbox(
+        DEFAULT_STEPS, label="Steps", info="One column each, such as 5, 10-50 (+10).", elem_id="exp-steps"
+    )
     prompts = gr.Textbox(
         DEFAULT_PROMPTS, label="Prompts", info="One per line.", lines=2, max_lines=10, elem_id="exp-prompts"
     )
@@ -101,7 +105,7 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         guidance = gr.Textbox(
             "",
             label="Guidance",
-            info="one number",
+            info="one or more, with commas",
             placeholder="auto",
             max_lines=1,
             min_width=80,
@@ -201,5 +205,5 @@ def _connect(
 def _of_model(models: Models, model: str | None) -> tuple[Any, Any]:
     """Return updates with the samplers of ``model``, and whether test prompts apply to it."""
     image = models.image_of(model)
-    choices = [(choice.label, choice.name) for choice in image.samplers if choice.num_steps is None]
+    choices = [(choice.label, choice.name) for choice in image.samplers]
     return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY)

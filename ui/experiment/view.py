@@ -27,7 +27,7 @@ from diffserve.client import (
 from diffserve.experiments.charts import Chart, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
-from diffserve.experiments.series import Names, line_names, line_of
+from diffserve.experiments.series import line_names, line_of, steps_text
 from diffserve.experiments.summary import CellSummary, write_csv
 from ui.captions import seconds_text, status
 from ui.events import shown_if
@@ -145,6 +145,7 @@ class View:
         """
         steps, seconds = await asyncio.to_thread(self._curves)
         files = await self._downloads()
+        seconds += findings_list(self._experiment.findings)
         return Shown(self._end_status(), self._grid(), steps, seconds)._replace(**files, **_BUTTONS)
 
     def failure(self, error: DiffserveError | OSError) -> Shown:
@@ -161,7 +162,7 @@ class View:
         if not steps:
             return f"<p class='note'>{missing}</p>", ""
         seconds = over_seconds(summaries, MEASURES, self._names)
-        sentences = (knee_sentence(seconds, self._names), SECONDS_NOTE)
+        sentences = (knee_sentence(seconds), SECONDS_NOTE)
         notes = "".join(f"<p class='note'>{escape(text)}</p>" for text in sentences if text)
         from diffserve.experiments.plots import figure_html
 
@@ -214,14 +215,24 @@ def _summary_of(cell: msgspec.Struct) -> CellSummary:
     return msgspec.convert(msgspec.to_builtins(cell), CellSummary)
 
 
-def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
+def findings_list(findings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the claims of the report with their verdicts and evidence as HTML; empty without any."""
+    items = "".join(
+        f"<details><summary>{escape(finding['claim'])}: <b>{escape(finding['verdict'])}</b></summary>"
+        f"<p class='note'>{escape(' '.join(finding['evidence']))}</p></details>"
+        for finding in findings
+    )
+    return f"<div class='findings'>{items}</div>" if items else ""
+
+
+def knee_sentence(charts: Sequence[Chart]) -> str:
     """Describe the knee of the first chart that has one; empty if none has."""
     for chart in charts:
         if (best := chart.knee) is not None:
-            cell, measure = best.summary.cell, chart.measure
+            measure = chart.measure
             return (
                 "Dashed: settings that no other beats in both quality and time (Pareto front). Circled, its knee: "
-                f"{names.get(cell.sampler, cell.sampler)} with {cell.num_steps} steps; beyond {best.x:.2g} s and "
+                f"{best.name} with {steps_text(best.summary.cell.num_steps)}; beyond {best.x:.2g} s and "
                 f"{measure.write(best.value.value)} ({measure.title}) more time helps less."
             )
     return ""
@@ -233,7 +244,8 @@ def work_text(planned: PlannedExperiment) -> str:
     num_converged = planned.num_images - each * planned.num_cells
     pictures = "1 image" if each == 1 else f"{each} images each"
     if planned.num_cells > 1:
-        pictures = f"{planned.num_cells} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
+        axes = "sampler, steps and guidance" if len(planned.plan.get("guidance", ())) > 1 else "sampler and steps"
+        pictures = f"{planned.num_cells} combinations of {axes}, {pictures.removesuffix(' each')} each"
     return f"{pictures}, and {num_converged} converged {'one' if num_converged == 1 else 'ones'}"
 
 
@@ -242,7 +254,7 @@ def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
     labels = {choice.name: choice.label for choice in image.samplers}
     names = {}
     for text in dict.fromkeys(cell.sampler for cell in plan.cells):
-        name, _, schedule = canonical_sampler(text).partition(" ")
+        name, _, schedule = (text if text in plan.learned else canonical_sampler(text)).partition(" ")
         names[text] = f"{labels.get(name, name)} {schedule}".strip()
     return names
 
@@ -269,13 +281,19 @@ def grid(
     steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
     heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
     for reference in plan.references:
-        heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
+        note = f"DDIM {reference.num_steps}{_guidance_of(reference, plan)}"
+        heads += f'<th scope="col" class="converged">converged<small>{escape(note)}</small></th>'
     rows = []
     by_line = {(line_of(cell), cell.num_steps): cell for cell in plan.cells}
     for line, name in line_names(plan.cells, names).items():
-        row = (*(by_line.get((line, n)) for n in steps), *plan.references)
+        compared = [by_line.get((line, n)) for n in steps]
+        targets = {plan.reference_of(cell) for cell in compared if cell is not None}
+        row = (*compared, *(reference if reference in targets else None for reference in plan.references))
         squares = "".join(
-            "<td></td>" if cell is None else _square(cells.get(cell), looks.get(cell), names) for cell in row
+            "<td></td>"
+            if cell is None
+            else _square(cells.get(cell), looks.get(cell), names.get(cell.sampler, cell.sampler), plan)
+            for cell in row
         )
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
@@ -286,10 +304,16 @@ def grid(
     )
 
 
-def _square(summary: CellSummary | None, look: Path | None, names: Mapping[str, str]) -> str:
+def _guidance_of(cell: Cell, plan: SweepPlan) -> str:
+    """Return the guidance of a cell as the end of its name; empty if all cells have the same."""
+    several = len({each.guidance_scale for each in plan.cells}) > 1
+    return f", guidance {cell.guidance_scale:g}" if several else ""
+
+
+def _square(summary: CellSummary | None, look: Path | None, sampler: str, plan: SweepPlan) -> str:
     if summary is None or look is None:
         return '<td><div class="blank"></div><small>&nbsp;</small></td>'
-    name = escape(f"{names.get(summary.cell.sampler, summary.cell.sampler)}, {summary.cell.num_steps} steps")
+    name = escape(f"{sampler}, {steps_text(summary.cell.num_steps)}{_guidance_of(summary.cell, plan)}")
     source = escape(address(look))
     image = f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{name}"></a>'
     return f"<td>{image}<small>{_worth(summary)}</small></td>"
