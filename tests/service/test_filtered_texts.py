@@ -52,6 +52,7 @@ PAINTING: Final[dict[str, dict[str, Any]]] = {
     f"{IMAGES}/generations": {"prompt": FOX},
     f"{IMAGES}/edits": {"prompt": FOX, "image": SMALL},
     f"{IMAGES}/variations": {"prompt": FOX, "image": SMALL},
+    "/v1/experiments": {"prompts": [FOX], "samplers": "ddim", "steps": [2], "num_seeds": 1, "reference_steps": 2},
     "/sdapi/v1/txt2img": {"prompt": FOX, "width": 64, "height": 64, "enable_hr": True},
     "/sdapi/v1/img2img": {"prompt": FOX, "init_images": [SMALL]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": WORDS}], "modalities": ["image"]},
@@ -68,7 +69,14 @@ NOT_PAINTING: Final = {
     *("/v1/completions", "/v1/conversations", "/v1/prompts/rewrite", "/v1/embeddings"),
     *("/v1/responses/{response_id}/cancel", "/v1/conversations/{conversation_id}"),
     "/v1/conversations/{conversation_id}/items",
-    *("/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/files", "/login", "/logout"),
+    *(
+        "/v1/batches",
+        "/v1/batches/{batch_id}/cancel",
+        "/v1/files",
+        "/v1/experiments/{experiment_id}/cancel",
+        "/login",
+        "/logout",
+    ),
     "/controlnet/detect",
 }
 """Batches paint through the paths above. The vectors of ``/v1/embeddings`` cannot be painted from."""
@@ -85,6 +93,7 @@ NO_TEXTS: Final = {
 """Names, files and choices. What a language model writes for ``prompt_rewriter`` is judged with the picture."""
 
 NOT_READ: Final = {
+    "/v1/experiments": {"samplers", "steps", "guidance", "axes", "detect"},
     "/sdapi/v1/img2img": {"hr_prompt", "hr_negative_prompt"},
     "/v1/chat/completions": {
         *("cache_salt", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format", "stop"),

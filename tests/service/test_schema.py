@@ -30,6 +30,12 @@ PATIENCE_S = 3.0
 CHECKS: Any = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 
 
+def cancel_experiments(server: RunningServer) -> None:
+    """Cancel the experiments that the cases have created, so that the engine becomes idle."""
+    for experiment in server.client.get("/v1/experiments", params={"limit": 100}).json()["data"]:
+        server.client.post(f"/v1/experiments/{experiment['id']}/cancel")
+
+
 @pytest.mark.parametrize("is_good", [True, False], ids=["allowed", "not-allowed"])
 def test_no_request_causes_a_server_error(text_server: RunningServer, is_good: bool) -> None:
     """Run ``TEST_EXAMPLES`` cases per operation; images that take longer than ``PATIENCE_S`` are abandoned."""
@@ -59,4 +65,5 @@ def test_no_request_causes_a_server_error(text_server: RunningServer, is_good: b
 
         with suppress(Unsatisfiable):  # no invalid request exists for this operation
             ask()
+    cancel_experiments(text_server)
     assert num_answered > 50
