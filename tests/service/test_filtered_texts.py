@@ -246,7 +246,7 @@ def test_every_text_field_of_a_batch_line_is_judged(filtered: RunningServer, des
         by_path.setdefault(path, []).append(json.dumps(line).encode())
     with OpenAI(base_url=f"{filtered.url}/v1", api_key="unused", max_retries=0) as client:
         for path, lines in by_path.items():
-            if "sdapi" not in path:
+            if "sdapi" not in path and "experiments" not in path:
                 batch = until_over(client, begin(client, send(client, *lines), path))
                 failed = lines_of(client, batch.error_file_id)
                 codes = {line["response"]["body"]["error"]["code"] for line in failed.values()}
