@@ -25,7 +25,7 @@ class ExperimentProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExperimentFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an experiment failed."""
+    """Code and message of the error that ended an experiment."""
 
     code: str
     message: str

@@ -36,7 +36,7 @@ TIMED_STEPS = 16
 
 
 class SweepModel(Protocol):
-    """What a sweep needs of the model itself."""
+    """Properties of a model that a sweep uses."""
 
     @property
     def digest(self) -> str:

@@ -187,5 +187,5 @@ def _evaluations(cell: Cell) -> int:
 
 def _names(cells: Sequence[Cell]) -> str:
     names = [cell.label for cell in cells[:MOST_NAMES]]
-    more = len(cells) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+    num_others = len(cells) - len(names)
+    return ", ".join(names) + (f" and {num_others} more" if num_others else "")

@@ -1,4 +1,4 @@
-"""Experiment runner: a process for each running experiment, whose images are generated when nobody else waits.
+"""Experiment runner: a process for each running experiment, whose images have the lowest priority.
 
 One process per data folder runs experiments, selected by a file lock. The process of an experiment measures and stores
 its images; see ``diffserve.experiments.served``. An experiment that was interrupted by the end of the server is
