@@ -29,8 +29,8 @@ class Serial(InOrder):
     """One request at a time, as a pipeline behind a lock serves them."""
 
     def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
-        """Return the images of the request that has begun, else of the first."""
-        first = next(iter(begun(ready)), ready[0])
+        """Return the images of the request that has started, else of the first."""
+        first = next(iter(started(ready)), ready[0])
         return self.pack((task for task in ready if task.live is first.live), group_of(first))
 
 
@@ -41,7 +41,7 @@ class Static(InOrder):
 
     def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Return the running batch, else the first batch that may begin, else nothing."""
-        if running := begun(ready):
+        if running := started(ready):
             return running
         batches: dict[Hashable, list[ImageTask]] = {}
         for task in ready:
@@ -58,7 +58,7 @@ class SameKey(InOrder):
 
     def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Return the running images and their equals; if none runs, the first image and its equals."""
-        key = batch_key(next(iter(begun(ready)), ready[0]))
+        key = batch_key(next(iter(started(ready)), ready[0]))
         equal = [task for task in ready if batch_key(task) == key]
         return self.pack(sorted(equal, key=lambda task: not task.row_index), group_of(equal[0]))
 
@@ -79,7 +79,7 @@ def use(scheduler: RequestScheduler, policy: str) -> None:
         scheduler.policy = BASELINES[policy](scheduler.config, scheduler.costs)
 
 
-def begun(ready: Iterable[ImageTask]) -> list[ImageTask]:
+def started(ready: Iterable[ImageTask]) -> list[ImageTask]:
     """Return the images that have run before."""
     return [task for task in ready if task.row_index]
 

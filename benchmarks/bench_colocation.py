@@ -95,7 +95,7 @@ class Window:
         """UNet throughput."""
         return self.num_rows / self.seconds
 
-    def told(self) -> dict[str, float]:
+    def results(self) -> dict[str, float]:
         """Return the results in milliseconds and per second."""
         values = {"rows_per_s": self.rows_per_s}
         if self.num_rows:
@@ -279,12 +279,12 @@ def measure(
             load.run(windows_by_round[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
         load.stop()
         for arm, window in windows_by_round[-1].items():
-            say(f"share {share} round {index} {arm:9} {window.told()}")
+            say(f"share {share} round {index} {arm:9} {window.results()}")
     return {
         "time_share": share,
         "pictures": pictures,
         "rewrites": rewrites,
-        "rounds": [{arm: window.told() for arm, window in windows.items()} for windows in windows_by_round],
+        "rounds": [{arm: window.results() for arm, window in windows.items()} for windows in windows_by_round],
         **compare(windows_by_round),
     }
 

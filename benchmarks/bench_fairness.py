@@ -44,10 +44,10 @@ MIXED_KEYS: Final = 4
 
 
 class Watched(NamedTuple):
-    """Streamed image: its seconds, and (has begun, estimated, true) seconds left of each progress event."""
+    """Streamed image: its seconds, and (has started, estimated, true) seconds left of each progress event."""
 
     seconds: float
-    told: list[tuple[bool, float, float]]
+    estimates: list[tuple[bool, float, float]]
 
 
 class Load(NamedTuple):
@@ -74,20 +74,25 @@ async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watc
             if event.get("seconds_left") is not None:
                 estimates.append((bool(event["step"]), event["seconds_left"], now_s))
     ended_s = time.perf_counter()
-    return Watched(ended_s - started_s, [(has_begun, left_s, ended_s - at_s) for has_begun, left_s, at_s in estimates])
+    return Watched(
+        ended_s - started_s, [(has_started, left_s, ended_s - at_s) for has_started, left_s, at_s in estimates]
+    )
 
 
-def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
+def errors_of(watched: Sequence[Watched], *, after_start: bool) -> dict[str, float]:
     """Summarize the errors of the estimates before or after the first step."""
     errors_s = [
-        (estimate_s, true_s) for image in watched for has_begun, estimate_s, true_s in image.told if has_begun is begun
+        (estimate_s, true_s)
+        for image in watched
+        for has_started, estimate_s, true_s in image.estimates
+        if has_started is after_start
     ]
     return spread(errors_s)
 
 
 def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
     """Summarize the errors of events with steps and of events with queue positions."""
-    return {"steps": errors_of(watched, begun=True), "queue": errors_of(watched, begun=False)}
+    return {"steps": errors_of(watched, after_start=True), "queue": errors_of(watched, after_start=False)}
 
 
 async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Watched]:

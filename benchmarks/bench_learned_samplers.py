@@ -154,8 +154,8 @@ def main(
             cell = builtin_cell(engine, name, evaluations)
             if cell is not None:
                 values[evaluations, name] = measure(cell, min(noisy, prompts) if sampler.stochastic else prompts)
-        for name, found in learned.items():
-            if found.num_rows == evaluations:
+        for name, table in learned.items():
+            if table.num_rows == evaluations:
                 values[evaluations, name] = measure(Cell(name, evaluations), prompts)
     document["cells"] = [
         {
@@ -185,24 +185,24 @@ def verdicts_of(
     }
     result = []
     for name in learned:
-        own = next((count for count, other in values if other == name), None)
-        for other in [own, 8] if own == 5 else [own]:
-            if own is None or other is None:
+        same_evaluations = next((count for count, other in values if other == name), None)
+        for other in [same_evaluations, 8] if same_evaluations == 5 else [same_evaluations]:
+            if same_evaluations is None or other is None:
                 continue
-            psnr, exact = values[own, name]
+            psnr, exact = values[same_evaluations, name]
             builtin_psnr, builtin_exact = values[other, best[other]]
             gain = difference(psnr, builtin_psnr)
             verdict = {
                 "sampler": name,
-                "evaluations": own,
+                "evaluations": same_evaluations,
                 "builtin": best[other],
                 "builtin_evaluations": other,
                 "psnr_db_difference": gain,
                 "exact_difference": difference(list(map(float, exact)), list(map(float, builtin_exact))),
             }
-            if other == own:
-                verdict["goal_db"] = GOALS_DB[own]
-                verdict["reached"] = gain["low"] > 0.0 and gain["mean"] >= GOALS_DB[own]
+            if other == same_evaluations:
+                verdict["goal_db"] = GOALS_DB[same_evaluations]
+                verdict["reached"] = gain["low"] > 0.0 and gain["mean"] >= GOALS_DB[same_evaluations]
             else:
                 verdict["reached"] = gain["high"] >= 0.0
             result.append(verdict)

@@ -90,9 +90,9 @@ def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, An
     }
 
 
-def ratio(turns: Sequence[dict[str, dict[str, Any]]], name: str, others: Sequence[str]) -> float:
+def ratio(turns: Sequence[dict[str, dict[str, Any]]], name: str, baselines: Sequence[str]) -> float:
     """Return the median ratio of ``name``'s seconds to those of the arm in ``others`` with the smallest median."""
-    best = min(others, key=lambda other: statistics.median(turn[other]["s"] for turn in turns))
+    best = min(baselines, key=lambda other: statistics.median(turn[other]["s"] for turn in turns))
     return round(float(statistics.median(turn[name]["s"] / turn[best]["s"] for turn in turns)), 3)
 
 

@@ -1,4 +1,4 @@
-"""UNet benchmark: ms a row by number of rows, as served and with torch, its compiler, OpenVINO and onnxruntime.
+"""UNet benchmark: ms per row, in the served form and with torch, its compiler, OpenVINO and onnxruntime.
 
     python benchmarks/bench_unet.py
     python benchmarks/bench_unet.py --rows 1,2 --arms torch,ours,openvino-bf16 --rounds 2

@@ -125,7 +125,7 @@ def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
     )
 
 
-def told(document: dict[str, Any]) -> str:
+def provenance_of(document: dict[str, Any]) -> str:
     """Describe machine, date and command of a document."""
     machine, model = document.get("hardware", {}), document.get("model", {})
     load = machine.get("load_average_at_start", [None])[0]
@@ -398,7 +398,7 @@ def gpu(runs: Sequence[dict[str, Any]]) -> str:
     """Render each GPU goal as measured by every run of the suite, the outcome of the rows, and notes."""
     parts = []
     for number, run in enumerate(runs, start=1):
-        parts.append(f"Run {number}: {told(run)}" + (f"{sentence(run['note'])}\n" if run.get("note") else ""))
+        parts.append(f"Run {number}: {provenance_of(run)}" + (f"{sentence(run['note'])}\n" if run.get("note") else ""))
     if not runs:
         parts.append("No GPU has been measured, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes.\n")
     columns = [gpu_goals(run) for run in runs] or [gpu_goals({"rows": {}})]
@@ -445,7 +445,7 @@ def page(documents: Documents, runs: Sequence[dict[str, Any]]) -> str:
         if document is None:
             parts.append(f"Owed: `python benchmarks/{design.command}`.\n")
         else:
-            parts.append(told(document))
+            parts.append(provenance_of(document))
             if design.shown is not None:
                 parts.append(design.shown(document))
         if design.rows:

@@ -46,7 +46,7 @@ LEAST_SEEN = 5
 """Calls of a size from which a run knows what it costs."""
 
 
-def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Costs:
+def fit(ticks: Iterable[TickTrace], size: str, fixed_costs: Costs | None = None) -> Costs:
     """Fit the costs of calls by rows, of new images and of decoding to ``ticks`` by least squares.
 
     size   "128x128": of all images in ``ticks``
@@ -60,7 +60,7 @@ def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Co
     seconds = np.array([tick.wall_s for tick in ticks])
     solution, *_ = np.linalg.lstsq(np.hstack([counts, other_counts]), seconds, rcond=None)
     least_s = 1e-5
-    calls = dict(known.calls[size]) if known else {}
+    calls = dict(fixed_costs.calls[size]) if fixed_costs else {}
     for number, num_rows in enumerate(sizes):
         if num_rows not in calls or counts[:, number].sum() >= LEAST_SEEN:
             calls[num_rows] = max(least_s, float(solution[number]))

@@ -90,8 +90,8 @@ class LearnedSampler:
     def _check_columns(self) -> None:
         columns = self.columns
         if not isinstance(columns, Mapping) or set(columns) != set(_COLUMNS):
-            given = ", ".join(map(str, columns)) if isinstance(columns, Mapping) else repr(columns)[:80]
-            raise InvalidTable(f"the columns are {given}; they must be {', '.join(_COLUMNS)}.")
+            column_names = ", ".join(map(str, columns)) if isinstance(columns, Mapping) else repr(columns)[:80]
+            raise InvalidTable(f"the columns are {column_names}; they must be {', '.join(_COLUMNS)}.")
         num_rows = self.num_rows
         for name, values in columns.items():
             if not isinstance(values, list) or len(values) != num_rows or not all(map(_is_number, values)):

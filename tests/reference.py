@@ -35,8 +35,8 @@ OPTIONS: Final = {"num_inference_steps": "steps", "guidance_scale": "guidance", 
 
 def page(name: str) -> str:
     """Return the text of the page ``name`` of the documentation with its generated part renewed."""
-    before, _, rest = (ROOT / "docs" / name).read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, remainder = (ROOT / "docs" / name).read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = remainder.partition(END)
     return f"{before}{BEGIN}\n\n{PARTS[name]()}\n\n{END}{after}"
 
 

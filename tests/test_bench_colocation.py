@@ -36,7 +36,7 @@ def test_a_missed_goal_is_reported(token_s: float, num_rows: int, goals: tuple[b
 
 
 def test_a_window_tells_milliseconds_and_rates() -> None:
-    summary = Window(2.0, [0.01, 0.02, 0.06], [0.03], num_rewrites=4, num_rows=50, num_steps=5, busy_s=1.0).told()
+    summary = Window(2.0, [0.01, 0.02, 0.06], [0.03], num_rewrites=4, num_rows=50, num_steps=5, busy_s=1.0).results()
     assert summary["rows_per_s"] == 25.0
     assert summary["tokens_per_s"] == 1.5
     assert summary["rewrites_per_s"] == 2.0

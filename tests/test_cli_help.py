@@ -170,7 +170,7 @@ def test_keys_name_their_folder_and_do_not_change_the_default_one_of_a_running_s
     added = run("keys", "add", "first")
     assert added.code == 0
     assert f"data folder of the server: {folder}\n" in added.err
-    with Database(folder).held():
+    with Database(folder).in_use():
         refused = run("keys", "add", "second")
         assert (refused.code, refused.out) == (2, "")
         assert refused.err.endswith(
@@ -198,7 +198,7 @@ def test_keys_of_a_running_server_are_changed_after_a_yes(
 
     monkeypatch.setattr(typer, "confirm", confirm)
     folder = tmp_path / ".local" / "share" / "diffserve"
-    with Database(folder).held():
+    with Database(folder).in_use():
         assert run("keys", "add", "first").code == 2
         assert run("keys", "add", "first").code == 0
     assert questions == [f"A server is running with the default data folder {folder}. Change its keys?"] * 2

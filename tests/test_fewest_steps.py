@@ -16,7 +16,9 @@ from diffserve.models.vocabulary import FEWEST_STEPS_FILE, FewestSteps, read_few
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
 from tests.engine.simulated_scheduler import INFO, admission, request
 
-MEASURED = FewestSteps(digest="0" * 12, most=30, steps={"heun": 8, "dpmpp_2m": 4, "dpmpp_2m karras": 10, "lcm": None})
+MEASURED = FewestSteps(
+    digest="0" * 12, max_steps=30, steps={"heun": 8, "dpmpp_2m": 4, "dpmpp_2m karras": 10, "lcm": None}
+)
 ADMISSION = admission(msgspec.structs.replace(INFO, fewest_steps=MEASURED))
 
 
@@ -81,11 +83,11 @@ def test_minimum_is_the_count_from_which_all_higher_counts_suffice(tmp_path: Pat
         "lcm": {4: 0.1, 10: 0.1, 20: 0.2},
     }
     fewest = fewest_of(report(shares))
-    assert fewest == FewestSteps(digest="0" * 12, most=20, steps={"euler": 4, "heun": 20, "lcm": None})
+    assert fewest == FewestSteps(digest="0" * 12, max_steps=20, steps={"euler": 4, "heun": 20, "lcm": None})
     for part in ("euler", "heun"):
         (tmp_path / "report.json").write_text(json.dumps(report({part: shares[part]})), encoding="utf-8")
         main(tmp_path / "report.json", tmp_path)
-    assert read_fewest_steps(tmp_path) == FewestSteps(digest="0" * 12, most=20, steps={"euler": 4, "heun": 20})
+    assert read_fewest_steps(tmp_path) == FewestSteps(digest="0" * 12, max_steps=20, steps={"euler": 4, "heun": 20})
 
 
 def test_embedded_model_has_measurements() -> None:

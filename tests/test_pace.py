@@ -54,7 +54,7 @@ def test_a_pause_before_idle_time_is_ignored() -> None:
     pace, clock = working()
     before = pace.per_s
     clock.now_s += 60.0
-    pace.rest()
+    pace.pause()
     assert pace.per_s == pytest.approx(before, rel=0.02)
     pace.begin()
     work(pace, clock, 0.02, 50)

@@ -64,8 +64,8 @@ def tracked(pattern: str) -> list[Path]:
 def test_code_uses_the_words_of_the_field(package: str) -> None:
     paths = tracked(f"{package}/*.py")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-    found = findings(paths)
-    assert 1000 * len(found) / lines <= LIMIT_PER_1000_LINES, "\n".join(found)
+    places = findings(paths)
+    assert 1000 * len(places) / lines <= LIMIT_PER_1000_LINES, "\n".join(places)
 
 
 def test_documentation_uses_the_words_of_the_field() -> None:

@@ -231,8 +231,8 @@ def test_the_page_sends_the_quality_and_the_server_resolves_it(info: ModelInfo, 
     assert settings_of(plan.request.diffusion) == EXPECTED[word]
     typed = order_of(Form(prompt="a fox", quality=word, steps="7"), image).fields
     assert (typed["num_inference_steps"], "quality" in typed) == (7, False)
-    chosen = order_of(Form(prompt="a fox", quality=word, sampler=FAST), image).fields
-    assert (chosen["num_inference_steps"], "quality" in chosen) == (4, False)
+    selected = order_of(Form(prompt="a fox", quality=word, sampler=FAST), image).fields
+    assert (selected["num_inference_steps"], "quality" in selected) == (4, False)
 
 
 def test_the_page_repeats_an_image_by_its_own_steps_and_sampler(info: ModelInfo) -> None:

@@ -47,7 +47,7 @@ def run(bench: Bench) -> None:
 
 
 def packages(device: torch.device) -> dict[str, Any]:
-    """Which optional packages are installed, and what the driver reports."""
+    """Installed optional packages, and the report of the driver."""
     figures: dict[str, Any] = {name: importlib.util.find_spec(name) is not None for name in OPTIONAL_PACKAGES}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         figures["nvidia-smi"] = subprocess.run(

@@ -96,7 +96,7 @@ class Bench:
         self._tell({"no_gpu": reason})
 
     def point(self, name: str, measure: Callable[[], Any], *, needs_s: float = 1.0) -> Any:
-        """Measure one point of the row and send the result, or the error. An error does not end the row.
+        """Measure one point of the row and send the result or the error. An error does not end the row.
 
         ``needs_s``: what it takes on the GPU it was planned for; with less time left it is left out. Returns what
         ``measure`` returns, or ``None``. The process ends where an error leaves the device useless.

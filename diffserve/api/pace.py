@@ -72,7 +72,7 @@ class Pace:
             self._extend_gap()
         self._num_workers = num_workers
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Stop counting time: there is no more work."""
         if self._since_s is not None:
             self._extend_gap()

@@ -220,7 +220,7 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
         yield "compiled", "in the background, used where faster"
         return
     key = path_key(model, packages, config.compile)
-    known_paths = UNetPathFile(Path(settings.serve.data_dir).expanduser()).known()
+    known_paths = UNetPathFile(Path(settings.serve.data_dir).expanduser()).paths()
     stored = [path for path in known_paths if path.key == key]
     for path in stored:
         yield f"{path.width_px}x{path.height_px}, {path.num_tokens} tokens", f"{path.path}: {path.reason} (stored)"

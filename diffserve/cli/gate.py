@@ -48,10 +48,10 @@ class GateOptions:
         Raises:
             InvalidRequest: A limit is invalid.
         """
-        return GateLimits(**self.named)
+        return GateLimits(**self.values_set)
 
     @property
-    def named(self) -> dict[str, float]:
+    def values_set(self) -> dict[str, float]:
         """The limits that are set."""
         values = {"exact_points": self.exact_points, "psnr_db": self.psnr_db, "frechet": self.frechet}
         return {name: value for name, value in values.items() if value is not None}
@@ -91,7 +91,7 @@ def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) 
                 progress.update(bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
 
             engines = engine_opener({"": settings}, partial(console.print, markup=False, soft_wrap=True))
-            report = run_gate(gate, plan, limits, pictures.output, engines, show, options.named)
+            report = run_gate(gate, plan, limits, pictures.output, engines, show, options.values_set)
     except KeyboardInterrupt:
         message = f"stopped; finished images are kept in {pictures.output}; run the same command again to continue"
         console.print(message, markup=False, soft_wrap=True)

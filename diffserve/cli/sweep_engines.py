@@ -77,11 +77,11 @@ def engine_opener(models: Mapping[str, Settings], say: Callable[[str], None]) ->
     """Return a function that loads the engine of a model and precision, and says so."""
 
     def open_chosen(key: EngineKey) -> Engine:
-        chosen = dict(key)
-        settings = models[str(chosen.get(MODEL, ""))]
+        values = dict(key)
+        settings = models[str(values.get(MODEL, ""))]
         line = f"loading {settings.model.path}"
-        if PRECISION in chosen:
-            profile = msgspec.structs.replace(settings.model, dtype=str(chosen[PRECISION]))
+        if PRECISION in values:
+            profile = msgspec.structs.replace(settings.model, dtype=str(values[PRECISION]))
             settings = msgspec.structs.replace(settings, model=profile)
             line += f" in {profile.dtype}"
         say(line)

@@ -95,7 +95,7 @@ class StoredExperiment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedExperiment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an experiment would be: its size, its expected seconds, and what it can detect."""
+    """Size of a planned experiment, its expected seconds, and the differences that it can detect."""
 
     model: str
     plan: dict[str, Any]

@@ -37,7 +37,7 @@ class Scaler:
         self._surplus_since_s: float | None = None
         self._history: deque[tuple[float, float]] = deque()  # time, cost
 
-    def wanted(self, cost: float, num_started: int, *, start_s: float, now_s: float, is_starting: bool = False) -> int:
+    def target(self, cost: float, num_started: int, *, start_s: float, now_s: float, is_starting: bool = False) -> int:
         """Return the number of replicas to run.
 
         Args:
@@ -50,10 +50,10 @@ class Scaler:
         """
         replicas, scaling = self._config.replicas, self._config.scaling
         needed = math.ceil((cost + self._growth(cost, start_s, now_s)) / scaling.rows_per_replica)
-        wanted = min(replicas.max, max(replicas.min, needed))
-        if wanted >= num_started or is_starting:
+        num_replicas = min(replicas.max, max(replicas.min, needed))
+        if num_replicas >= num_started or is_starting:
             self._surplus_since_s = None
-            return max(wanted, num_started)
+            return max(num_replicas, num_started)
         if self._surplus_since_s is None:
             self._surplus_since_s = now_s
         if now_s - self._surplus_since_s < max(scaling.idle_s, min(start_s, MAX_IDLE_FACTOR * scaling.idle_s)):
@@ -157,7 +157,7 @@ class RayPool(ReplicaPool[RayReplica]):
         self._has_waiting_client = False
         now_s = asyncio.get_running_loop().time()
         is_starting = bool(active) and not any(replica.is_ready for replica in active)
-        num_wanted = self._scaler.wanted(cost, num_active, start_s=start_s, now_s=now_s, is_starting=is_starting)
+        num_wanted = self._scaler.target(cost, num_active, start_s=start_s, now_s=now_s, is_starting=is_starting)
         idle = [replica for replica in available if not replica.is_started or replica.is_draining]
         idle.sort(key=lambda replica: not replica.is_draining)
         for replica in idle[: max(0, num_wanted - num_active)]:

@@ -108,7 +108,7 @@ class Ingress:
         database, ring = await asyncio.to_thread(open_store, self._settings)
         enter(json_logs(config.log_level))
         if database is not None:
-            enter(database.held())
+            enter(database.in_use())
         checks = await asyncio.to_thread(ImageChecks.of, self._settings)
         self._resources.callback(checks.stop)
         engines = open_pool(self._settings, self._cluster, await self._calls())

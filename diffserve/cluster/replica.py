@@ -197,7 +197,7 @@ class RayReplica:
         """Read ``live`` until the task is cancelled or the replica is given up."""
         while not self.failed.done():
             try:
-                paths = msgspec.json.encode(self._paths.known())
+                paths = msgspec.json.encode(self._paths.paths())
                 async with contextlib.aclosing(self._calls.stream("live", paths)) as frames:
                     async for frame in frames:
                         self._on_report(frame)

@@ -187,7 +187,9 @@ def shared_pool(
     ]
     further = [(other.specs, other.window_tokens) for other in other_surveys]
     is_exact = is_deterministic(model, config)
-    return make_pool(model, config, is_exact=is_exact, texts=texts, max_sequences=text.max_sequences, others=further)
+    return make_pool(
+        model, config, is_exact=is_exact, texts=texts, max_sequences=text.max_sequences, other_tenants=further
+    )
 
 
 def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) -> Rewriter | None:

@@ -58,7 +58,7 @@ class CellPlan(SweepPlan, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class MeasuredCell(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a cell.
+    """Measured values of a cell.
 
     Attributes:
         cell: The settings.

@@ -51,7 +51,7 @@ class SweepModel(Protocol):
 
 
 class SweepEngine(Protocol):
-    """What a sweep needs of an engine: one in this process, or the engines of a server."""
+    """Engine interface of a sweep: an engine in this process, or the engines of a server."""
 
     @property
     def config(self) -> EngineConfig:

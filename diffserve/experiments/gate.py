@@ -158,7 +158,7 @@ def run_gate(
     folder: Path,
     open_engine: OpenEngine,
     on_progress: OnProgress | None = None,
-    named: Collection[str] = (),
+    set_limits: Collection[str] = (),
 ) -> GateReport:
     """Generate the cells of ``plan`` in every precision, evaluate the candidates, and write the files of the gate.
 
@@ -171,7 +171,7 @@ def run_gate(
         folder: Output folder.
         open_engine: Opens the model in a precision.
         on_progress: Called with the progress.
-        named: Names of the limits that must be checked; the others are skipped if they cannot be measured.
+        set_limits: Names of the limits that must be checked; the others are skipped if they cannot be measured.
 
     Raises:
         InvalidRequest: The folder cannot be used, an engine rejects the plan, or a named limit cannot be measured.
@@ -182,7 +182,7 @@ def run_gate(
     initial_machine = provenance.machine()
     facts = check_plan(engines, plan)
     first = plan.engines[0]
-    _refuse_unmeasured(named, plan, facts[first].check.why_not)
+    _refuse_unmeasured(set_limits, plan, facts[first].check.why_not)
     with open_store(plan, facts, folder, results=RESULTS, image_cells=plan.cells_of(first)) as store:
         checker = measure_checker(engines.get(first), facts[first].check)
         generate_missing(engines, plan, store, facts, store.missing(plan), ProgressCounter(on_progress, 0))
@@ -193,12 +193,12 @@ def run_gate(
     return report
 
 
-def _refuse_unmeasured(named: Collection[str], plan: SweepPlan, why_not: str | None) -> None:
+def _refuse_unmeasured(set_limits: Collection[str], plan: SweepPlan, why_not: str | None) -> None:
     """Raise InvalidRequest if a limit that was named cannot be measured."""
-    if "exact_points" in named and why_not is not None:
+    if "exact_points" in set_limits and why_not is not None:
         message = f"--gate-exact: exact prompt match cannot be measured: {why_not} Leave --gate-exact out."
         raise InvalidRequest(message, param="gate_exact")
-    if "frechet" in named and len(plan.places) < 2:
+    if "frechet" in set_limits and len(plan.places) < 2:
         message = "--gate-frechet needs at least 2 images of each precision; give more --prompts or --seeds."
         raise InvalidRequest(message, param="gate_frechet")
 

@@ -82,14 +82,14 @@ def read_plan(
     words = held_out_prompts(max(0, prompts)) if isinstance(prompts, int) else tuple(prompts)
     seeds = DEFAULT_SEEDS if num_seeds is None else num_seeds
     looks = double_looks(seeds, len(words), max_images, shown("max_images")) if until_decided and words else ()
-    named = {name: shown(name) for name in ("samplers", "steps", "guidance")}
-    names = split_axis(texts.pop("samplers"), named["samplers"]) if "samplers" in texts else tuple(samplers)
+    labels = {name: shown(name) for name in ("samplers", "steps", "guidance")}
+    names = split_axis(texts.pop("samplers"), labels["samplers"]) if "samplers" in texts else tuple(samplers)
     return SweepPlan(
         samplers=names,
         learned=dict(learned_steps(names)),
         model_guidance={} if "guidance" in texts else dict(model_guidance or {}),
-        steps=whole_numbers(texts.pop("steps"), named["steps"]) if "steps" in texts else tuple(steps),
-        guidance=numbers(texts.pop("guidance"), named["guidance"]) if "guidance" in texts else (guidance,),
+        steps=whole_numbers(texts.pop("steps"), labels["steps"]) if "steps" in texts else tuple(steps),
+        guidance=numbers(texts.pop("guidance"), labels["guidance"]) if "guidance" in texts else (guidance,),
         axes={name: read_values(name, values) for name, values in texts.items()},
         prompts=words,
         num_seeds=looks[-1] if looks else seeds,

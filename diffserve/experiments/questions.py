@@ -87,26 +87,26 @@ class _Questions:
             if not is_learned(cell.sampler):
                 lines[cell.sampler].append(cell)
         for sampler, cells in lines.items():
-            *fewer, most = sorted(cells, key=lambda cell: cell.num_steps)
+            *fewer, most_steps = sorted(cells, key=lambda cell: cell.num_steps)
             steps = ", ".join(str(cell.num_steps) for cell in fewer)
-            first = self._first_not_behind(fewer, most, margin)
+            first = self._first_not_behind(fewer, most_steps, margin)
             if first is None:
                 evidence += [f"{sampler}: none of {steps} steps is shown to be enough."] if fewer else []
                 continue
             enough.append(first)
-            judged = judge_difference(self._analysis, {first: 1, most: -1}, measure)
+            judged = judge_difference(self._analysis, {first: 1, most_steps: -1}, measure)
             assert judged is not None
             words = describe_difference(sampler, measure, judged)
-            evidence.append(f"{sampler}: {first.num_steps} of {most.num_steps} steps; with them {words}.")
+            evidence.append(f"{sampler}: {first.num_steps} of {most_steps.num_steps} steps; with them {words}.")
         if not evidence:
             return
         claim = f"Fewest evaluations that match prompts as often as the most steps, within {100 * margin:g} points"
         if not enough:
             yield Finding(claim, NOT_DISTINGUISHABLE, tuple(evidence))
             return
-        least = min(map(_evaluations, enough))
-        best = tuple(cell for cell in enough if _evaluations(cell) == least)
-        yield Finding(claim, f"{least} ({_names(best)})", tuple(evidence))
+        fewest_evaluations = min(map(_evaluations, enough))
+        best = tuple(cell for cell in enough if _evaluations(cell) == fewest_evaluations)
+        yield Finding(claim, f"{fewest_evaluations} ({_names(best)})", tuple(evidence))
 
     def learned(self) -> Iterator[Finding]:
         """Yield for each learned sampler how it compares with the best built-in ones."""
@@ -135,10 +135,10 @@ class _Questions:
         }
         if not values:
             return None
-        best, *others = sorted(values, key=lambda cell: -values[cell])
-        judged = {cell: judge_difference(self._analysis, {best: 1, cell: -1}, Measure.PSNR_DB) for cell in others}
-        behind = tuple(cell for cell in others if (each := judged[cell]) is not None and each.outcome > 0)
-        return _Rank(best, tuple(cell for cell in others if cell not in behind), behind)
+        best, *other_cells = sorted(values, key=lambda cell: -values[cell])
+        judged = {cell: judge_difference(self._analysis, {best: 1, cell: -1}, Measure.PSNR_DB) for cell in other_cells}
+        behind = tuple(cell for cell in other_cells if (each := judged[cell]) is not None and each.outcome > 0)
+        return _Rank(best, tuple(cell for cell in other_cells if cell not in behind), behind)
 
     def _best_built_in(self, evaluations: int) -> _Rank | None:
         return self._rank([cell for cell in self._by_evaluations[evaluations] if not is_learned(cell.sampler)])
@@ -157,11 +157,11 @@ class _Questions:
             return "not behind"
         return f"{NOT_DISTINGUISHABLE} from"
 
-    def _first_not_behind(self, fewer: Sequence[Cell], most: Cell, margin: float) -> Cell | None:
+    def _first_not_behind(self, fewer: Sequence[Cell], most_steps: Cell, margin: float) -> Cell | None:
         """Return the first cell that, like all after it, is behind ``most`` by certainly less than ``margin``."""
         first = None
         for cell in reversed(fewer):
-            judged = judge_difference(self._analysis, {cell: 1, most: -1}, Measure.EXACT)
+            judged = judge_difference(self._analysis, {cell: 1, most_steps: -1}, Measure.EXACT)
             if judged is None or not is_not_behind(judged, Measure.EXACT, margin):
                 break
             first = cell

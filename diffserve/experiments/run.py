@@ -136,7 +136,7 @@ def sweep(
 
     texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
-    known = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
+    learned_samplers = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
     values = {name: tuple(axis) for name, axis in (axes or {}).items()}
     paths = read_models(",".join(map(str, values[MODEL]))) if MODEL in values else {}
     values |= {MODEL: tuple(paths)} if paths else {}
@@ -149,7 +149,7 @@ def sweep(
         num_seeds=seeds,
         first_seed=first_seed,
         reference_steps=reference_steps,
-        learned=known.steps_of(samplers),
+        learned=learned_samplers.steps_of(samplers),
     )
     folders = read_measures(f"{name}={path}" for name, path in measures.items())
     refuse_early(plan, Path(folder), folders, export)
@@ -157,11 +157,11 @@ def sweep(
         raise InvalidRequest("model and precision cannot be axes of an open engine; give the name of a model.")
 
     def open_engine(key: EngineKey) -> Engine:
-        chosen = dict(key)
-        source = paths[str(chosen[MODEL])] if MODEL in chosen else model
+        engine_values = dict(key)
+        source = paths[str(engine_values[MODEL])] if MODEL in engine_values else model
         if isinstance(source, Engine):
             return source
-        return Engine.from_pretrained(source, dtype=str(chosen.get(PRECISION, "auto")))
+        return Engine.from_pretrained(source, dtype=str(engine_values.get(PRECISION, "auto")))
 
     engines = Engines(open_engine)
     if scales is None:

@@ -43,13 +43,13 @@ class ChartLine(NamedTuple):
         name: Label of the line, with the names of all lines that coincide with it.
         dots: The dots.
         color: Number of its color, ``None`` for a gray line.
-        others: Lines that coincide with this one; they are not drawn.
+        coinciding: Lines that coincide with this one; they are not drawn.
     """
 
     name: str
     dots: tuple[ChartDot, ...]
     color: int | None = None
-    others: tuple[ChartLine, ...] = ()
+    coinciding: tuple[ChartLine, ...] = ()
 
     @property
     def is_learned(self) -> bool:
@@ -61,8 +61,8 @@ class ChartLine(NamedTuple):
         return f"{self.name}: {steps_text(num_steps)}" if "," in self.name else f"{self.name} {num_steps}"
 
     def cells_at(self, index: int) -> list[ChartDot]:
-        """Return the dots that are drawn at the position of dot ``index``: its own, then those of ``others``."""
-        return [self.dots[index], *(line.dots[index] for line in self.others)]
+        """Return the dots that are drawn at the position of dot ``index``: its own, then those of ``coinciding``."""
+        return [self.dots[index], *(line.dots[index] for line in self.coinciding)]
 
 
 def steps_text(num_steps: int) -> str:
@@ -159,7 +159,7 @@ def merge(lines: Sequence[ChartLine], measure: Measure) -> tuple[ChartLine, ...]
 def _merged(group: Sequence[ChartLine]) -> ChartLine:
     names = [line.name for line in group]
     separator = "; " if any("," in name for name in names) else ", "
-    return group[0]._replace(name=separator.join(names), others=tuple(group[1:]))
+    return group[0]._replace(name=separator.join(names), coinciding=tuple(group[1:]))
 
 
 def _coincide(line: ChartLine, other: ChartLine, height: float) -> bool:

@@ -51,13 +51,13 @@ class LearnedSamplers:
 
     def usable(self) -> dict[str, LearnedSampler]:
         """Return the samplers that fit the model, by their names in requests."""
-        found = {}
+        samplers = {}
         for name, path in self._files().items():
             try:
-                found[LEARNED + name] = self._read(name, path).sampler
+                samplers[LEARNED + name] = self._read(name, path).sampler
             except InvalidRequest:
                 continue
-        return found
+        return samplers
 
     def steps_of(self, samplers: Iterable[str]) -> dict[str, int]:
         """Return the steps of the learned samplers among ``samplers``, which are names in requests.

@@ -127,23 +127,25 @@ class FewestSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         digest: Digest of the model.
-        most: Highest number of steps that was measured.
+        max_steps: Highest number of steps that was measured.
         steps: Minimum number of steps for correct images, by sampler and optional sigma schedule ("dpmpp_2m karras");
             ``None`` if no measured number is sufficient.
     """
 
     digest: str
-    most: int
+    max_steps: int = msgspec.field(name="most")
     steps: dict[str, int | None]
 
     def warning(self, sampler: str, sigma_schedule: str | None, num_steps: int) -> str | None:
         """Return a warning if ``num_steps`` are too few; ``None`` if they are sufficient or not measured."""
         name = f"{sampler} {sigma_schedule}" if sigma_schedule else sampler
-        if name not in self.steps or num_steps > self.most:
+        if name not in self.steps or num_steps > self.max_steps:
             return None
         fewest = self.steps[name]
         if fewest is None:
-            return f"{name} gives no correct images with this model at up to {self.most} steps; use another sampler."
+            return (
+                f"{name} gives no correct images with this model at up to {self.max_steps} steps; use another sampler."
+            )
         if num_steps < fewest:
             count = f"1 step of {name} is" if num_steps == 1 else f"{num_steps} steps of {name} are"
             return f"{count} too few for this model; use at least {fewest}."

@@ -20,7 +20,7 @@ from diffserve.world.captions import (
     INVERSE,
     NUMBER_WORDS,
     RELATION_WORDS,
-    Said,
+    Content,
     noun,
     plural,
     sentence,
@@ -62,7 +62,9 @@ def caption_constraint(tokenizer: Any, end_ids: Collection[int]) -> TokenConstra
         ConfigError: The tokenizer cannot encode the captions.
     """
     constraint = allowed_sentences(tokenizer, caption_phrases(), start=START, ends=[CAPTION], end_ids=end_ids)
-    captions = [sentence(Said.by(scene)) for scene in islice(scenes(SAMPLE_SEED, held_out=False), NUM_SAMPLE_CAPTIONS)]
+    captions = [
+        sentence(Content.by(scene)) for scene in islice(scenes(SAMPLE_SEED, held_out=False), NUM_SAMPLE_CAPTIONS)
+    ]
     spelled = tokenizer(captions, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     constraint.observe([*ids, end_id] for ids in spelled for end_id in sorted(end_ids)[:1])
     return constraint

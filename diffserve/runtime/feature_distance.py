@@ -123,8 +123,8 @@ def _read_weights(directory: Path, channels: list[int]) -> list[Tensor]:
     keys = {int(match[1]): key for key in checkpoint.entries if (match := WEIGHT.fullmatch(key))}
     weights = [checkpoint.read(keys[stage]).float().flatten() for stage in sorted(keys)]
     if [len(weight) for weight in weights] != channels:
-        found = [len(weight) for weight in weights]
+        channels_in_file = [len(weight) for weight in weights]
         raise ModelLoadError(
-            f"{file} has linear weights for {found} channels; the stages of its backbone have {channels}."
+            f"{file} has linear weights for {channels_in_file} channels; the stages of its backbone have {channels}."
         )
     return weights

@@ -338,7 +338,7 @@ class Backlog:
         if num_busy:
             self.pace.begin(min(num_busy, self.num_engines))
         else:
-            self.pace.rest()
+            self.pace.pause()
 
 
 def _key_of(client: str) -> str:

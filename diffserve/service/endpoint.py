@@ -100,7 +100,7 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
         """Answer one request; all errors are instances of DiffserveError."""
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
-            client = stack.enter_context(self._admission.clients.known(request))
+            client = stack.enter_context(self._admission.clients.name_of(request))
             self._refuse_if_full(client)
             body = await self._read(request)
             if isinstance(body, WorkBody) and body.priority is None:

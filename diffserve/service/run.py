@@ -61,7 +61,7 @@ def serve(
     """
     database, ring = open_store(settings)
     page = None if mount_page is None else Page(mount_page)
-    lock = contextlib.nullcontext() if database is None else database.held()
+    lock = contextlib.nullcontext() if database is None else database.in_use()
     with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
         checks = ImageChecks.of(settings)
         try:

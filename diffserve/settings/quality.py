@@ -69,7 +69,7 @@ def quality_points(info: ModelInfo) -> dict[str, QualityPoint]:
 
 
 def quality_steps(info: ModelInfo) -> dict[str, int]:
-    """Return the number of steps of each quality, in the order of cost; without a profile of those in ``SHARES``."""
+    """Return the number of steps of each quality by cost; without a profile, ``SHARES`` of the default."""
     points = quality_points(info)
     if points:
         return {name: points[name].num_steps for name in sorted(points, key=lambda name: points[name].seconds)}

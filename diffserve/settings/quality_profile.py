@@ -75,7 +75,7 @@ class QualityPoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class QualityProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the quality words mean for one model.
+    """Settings of each quality name for one model.
 
     Attributes:
         model: Name of the model.

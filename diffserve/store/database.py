@@ -225,7 +225,7 @@ class Database:
             return None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Mark the folder as used by a running server during the block.
 
         One connection stays open, because closing the last connection would remove the write-ahead log.

@@ -32,7 +32,7 @@ class UNetPathFile:
         """Whether a server has stored paths here."""
         return self._path.is_file()
 
-    def known(self) -> tuple[UNetPath, ...]:
+    def paths(self) -> tuple[UNetPath, ...]:
         """Return every stored path, oldest first. An unreadable file counts as empty."""
         return tuple((self._in_memory | self._read()).values())
 

@@ -125,12 +125,12 @@ def score_table(evaluated: dict[str, Any]) -> str:
 
 def confusion_table(evaluated: dict[str, Any]) -> str:
     """Format the most frequently missing objects, and what was generated instead, as a table."""
-    missed = {name: row for name, row in evaluated["confusions"].items() if row["found"] < row["asked"]}
-    worst = sorted(missed.items(), key=lambda item: item[1]["found"] / item[1]["asked"])[:WORST_SHOWN]
+    missed = {name: row for name, row in evaluated["confusions"].items() if row["recognized"] < row["requested"]}
+    worst = sorted(missed.items(), key=lambda item: item[1]["recognized"] / item[1]["requested"])[:WORST_SHOWN]
     rows = [["asked for", "found", "instead"]]
     for name, row in worst:
         instead = ", ".join(f"{other} ({times})" for other, times in row["instead"].items())
-        rows.append([name, f"{row['found']} of {row['asked']}", instead])
+        rows.append([name, f"{row['recognized']} of {row['requested']}", instead])
     return _table(rows)
 
 

@@ -294,7 +294,7 @@ class TrajectoryStore:
             Points and velocities, each (B, 8, h, w), step indices (B,) and token ids (B, MAX_TOKENS).
         """
         canvases = [trajectories.points for trajectories in self._kept]
-        canvas, indices = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
+        canvas, indices = draw_rows(rng, canvases, self.settings.batch_size, min_rows=NUM_STEPS)
         trajectories, rows, steps = self._kept[canvas], torch.tensor(indices), torch.arange(len(indices)) % NUM_STEPS
         taken = (
             trajectories.points[rows, steps].float(),

@@ -35,7 +35,7 @@ def fewest_of(report: Mapping[str, Any]) -> FewestSteps:
     enough = ENOUGH * max(max(by.values()) for by in means.values())
     return FewestSteps(
         digest=report["model"]["digest"],
-        most=max(max(by) for by in means.values()),
+        max_steps=max(max(by) for by in means.values()),
         steps={name: _fewest(by, enough) for name, by in sorted(means.items())},
     )
 

@@ -226,7 +226,7 @@ def draw_rows(
     batch_size: int,
     cum_weights: Sequence[Sequence[float]] | None = None,
     *,
-    least: int = 1,
+    min_rows: int = 1,
 ) -> tuple[int, list[int]]:
     """Draw one canvas and rows of it for a batch.
 
@@ -237,7 +237,7 @@ def draw_rows(
         canvases: each (N, ...).
         batch_size: rows of the smallest canvas.
         cum_weights: cumulative weights of the rows of each canvas; without them all rows are equally likely.
-        least: minimum number of rows.
+        min_rows: minimum number of rows.
 
     Returns:
         Index of the canvas and indices of its rows.
@@ -245,7 +245,7 @@ def draw_rows(
     sums = cum_weights or [range(1, len(rows) + 1) for rows in canvases]
     canvas = rng.choices(range(len(canvases)), weights=[of[-1] for of in sums])[0]
     smallest = min(rows[0].numel() for rows in canvases)
-    count = max(least, batch_size * smallest // canvases[canvas][0].numel())
+    count = max(min_rows, batch_size * smallest // canvases[canvas][0].numel())
     return canvas, rng.choices(range(len(canvases[canvas])), cum_weights=sums[canvas], k=count)
 
 

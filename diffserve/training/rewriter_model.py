@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffserve.training.wishes import wishes
-from diffserve.world.captions import Said, sentence
+from diffserve.world.captions import Content, sentence
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS
 
 SYSTEM, WISH, CAPTION, END, PAD = SPECIAL_TOKENS = ("<system>", "<wish>", "<caption>", "<end>", "<pad>")
@@ -68,7 +68,7 @@ def system_prompt() -> str:
     for background in BACKGROUNDS:
         relation = next(relations)
         count = {None: 1, "between": 3}.get(relation, 2)
-        shown.append(sentence(Said(tuple(islice(names, count)), relation, "plain", background)))
+        shown.append(sentence(Content(tuple(islice(names, count)), relation, "plain", background)))
     return f"say what to paint as one caption, such as {'; '.join(shown)}"
 
 

@@ -202,7 +202,7 @@ INVERSE: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Said:
+class Content:
     """Content of a caption, with the fields of :class:`~diffserve.world.scenes.Scene` but without positions.
 
     Attributes:
@@ -218,18 +218,18 @@ class Said:
     background: str
 
     @classmethod
-    def by(cls, scene: Scene) -> Said:
+    def by(cls, scene: Scene) -> Content:
         """Return the content of ``scene``."""
         return cls(scene.names, scene.relation, scene.size, scene.background)
 
-    def same(self) -> frozenset[Said]:
+    def same(self) -> frozenset[Content]:
         """Return all equivalent contents: "a left of b" equals "b right of a", and unordered objects are permuted."""
         if len(self.names) == 2 and self.relation is not None:
-            other = Said(self.names[::-1], INVERSE[self.relation], self.size, self.background)
+            other = Content(self.names[::-1], INVERSE[self.relation], self.size, self.background)
             return frozenset((self, other))
         inside, outside = (self.names[:1], self.names[1:]) if self.relation == "between" else ((), self.names)
         orders = (inside + order for order in permutations(outside))
-        return frozenset(Said(order, self.relation, self.size, self.background) for order in orders)
+        return frozenset(Content(order, self.relation, self.size, self.background) for order in orders)
 
     def stage(self, rng: random.Random) -> Scene:
         """Sample a scene with this content and random positions."""
@@ -244,7 +244,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requirements:
     """Constraints of a loose prompt: the acceptable choices for each part of a caption's content."""
 
     names: tuple[frozenset[str], ...]
@@ -253,7 +253,7 @@ class Asked:
     backgrounds: frozenset[str]
 
     @classmethod
-    def exactly(cls, content: Said) -> Asked:
+    def exactly(cls, content: Content) -> Requirements:
         """Build constraints that accept exactly the given content."""
         names = tuple(frozenset((name,)) for name in content.names)
         return cls(names, frozenset((content.relation,)), frozenset((content.size,)), frozenset((content.background,)))
@@ -263,11 +263,11 @@ class Asked:
         """Whether every part has exactly one choice."""
         return all(len(part) == 1 for part in (*self.names, self.relations, self.sizes, self.backgrounds))
 
-    def allows(self, content: Said) -> bool:
+    def allows(self, content: Content) -> bool:
         """Return whether the content, in any equivalent order, satisfies all constraints and adds no object."""
         return any(self._fits(equivalent) for equivalent in content.same())
 
-    def _fits(self, content: Said) -> bool:
+    def _fits(self, content: Content) -> bool:
         return (
             len(content.names) == len(self.names)
             and all(name in names for name, names in zip(content.names, self.names, strict=True))
@@ -285,7 +285,7 @@ def noun(name: str, size: str = "plain") -> str:
     return words if name in PLURALS or name in MASSES else f"{article_for(words)} {words}"
 
 
-def sentence(content: Said) -> str:
+def sentence(content: Content) -> str:
     """Write the canonical sentence of a content."""
     return f"{objects_of(content.names, content.relation, content.size)} {words_of_background(content.background)}"
 

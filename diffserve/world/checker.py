@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.world.captions import Said
+from diffserve.world.captions import Content
 from diffserve.world.picture_reading import Found, Reading, read_picture
 from diffserve.world.render import DRAWN
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Scene
@@ -64,7 +64,7 @@ class SceneSpec:
             raise InvalidRequest(f"the size {self.size!r} is checked of an only object, not of {len(self.names)}.")
 
     @classmethod
-    def of(cls, scene: Scene | Said) -> SceneSpec:
+    def of(cls, scene: Scene | Content) -> SceneSpec:
         """Build the description of a scene or of a caption's content."""
         return cls(scene.names, scene.relation, None if scene.size == "plain" else scene.size, scene.background)
 

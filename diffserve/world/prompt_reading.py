@@ -30,7 +30,7 @@ from diffserve.world.captions import (
     SIZE_WORDS,
     SYNONYMS,
     TOGETHER,
-    Said,
+    Content,
     objects_of,
     plural,
     sentence,
@@ -91,12 +91,12 @@ def write_world(directory: Path) -> None:
     (directory / WORLD_FILE).write_bytes(content + b"\n")
 
 
-def parse_sentence(words: str) -> Said | None:
+def parse_sentence(words: str) -> Content | None:
     """Parse a canonical :func:`~diffserve.world.captions.sentence`, or return None for any other text."""
     spec = _parse(words)
     if spec is None or not spec.names or spec.background is None:
         return None
-    content = Said(spec.names, spec.relation, spec.size or "plain", spec.background)
+    content = Content(spec.names, spec.relation, spec.size or "plain", spec.background)
     return content if sentence(content) == words else None
 
 

@@ -129,7 +129,7 @@ def test_scaling_continues_after_an_error_and_logs_it(
 
     async def work() -> None:
         async with up(1, 2, 1, rows=1.0, paint_s=0.5) as fleet:
-            decide = fleet.engines._scaler.wanted
+            decide = fleet.engines._scaler.target
             fallen: list[None] = []
 
             def falls(*args: Any, **kwargs: Any) -> int:
@@ -138,7 +138,7 @@ def test_scaling_continues_after_an_error_and_logs_it(
                     raise ZeroDivisionError
                 return decide(*args, **kwargs)
 
-            monkeypatch.setattr(fleet.engines._scaler, "wanted", falls)
+            monkeypatch.setattr(fleet.engines._scaler, "target", falls)
             await asyncio.gather(*(fleet.paint(str(number)) for number in range(4)))
             await fleet.until(lambda: len(fleet.held_names) == 2)
             assert len(fallen) == 3

@@ -93,30 +93,30 @@ def test_separate_stages_have_separate_replicas(tmp_path: Path) -> None:
 
 def test_more_work_adds_replicas_at_once_up_to_the_maximum() -> None:
     scaler = Scaler(UP_TO_THREE)
-    counts = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
+    counts = [scaler.target(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
     assert counts == [0, 1, 1, 2, 3]
 
 
 def test_replicas_are_removed_one_by_one_after_a_quiet_period() -> None:
     scaler = Scaler(UP_TO_THREE)
-    assert scaler.wanted(30.0, 3, start_s=1.0, now_s=0.0) == 3
-    assert [scaler.wanted(0.0, 3, start_s=1.0, now_s=now_s) for now_s in (1.0, 5.9, 6.0)] == [3, 3, 2]
-    assert [scaler.wanted(0.0, 2, start_s=1.0, now_s=now_s) for now_s in (10.9, 11.0)] == [2, 1]
-    assert scaler.wanted(11.0, 1, start_s=1.0, now_s=12.0) == 2
-    assert scaler.wanted(0.0, 2, start_s=1.0, now_s=13.0) == 2
+    assert scaler.target(30.0, 3, start_s=1.0, now_s=0.0) == 3
+    assert [scaler.target(0.0, 3, start_s=1.0, now_s=now_s) for now_s in (1.0, 5.9, 6.0)] == [3, 3, 2]
+    assert [scaler.target(0.0, 2, start_s=1.0, now_s=now_s) for now_s in (10.9, 11.0)] == [2, 1]
+    assert scaler.target(11.0, 1, start_s=1.0, now_s=12.0) == 2
+    assert scaler.target(0.0, 2, start_s=1.0, now_s=13.0) == 2
 
 
 def test_a_slowly_started_replica_is_retained_as_long() -> None:
     scaler = Scaler(UP_TO_THREE)
-    assert [scaler.wanted(0.0, 1, start_s=40.0, now_s=now_s) for now_s in (0.0, 39.0, 40.0)] == [1, 1, 0]
+    assert [scaler.target(0.0, 1, start_s=40.0, now_s=now_s) for now_s in (0.0, 39.0, 40.0)] == [1, 1, 0]
     scaler = Scaler(UP_TO_THREE)
-    assert [scaler.wanted(0.0, 1, start_s=600.0, now_s=now_s) for now_s in (0.0, 49.0, 50.0)] == [1, 1, 0]
+    assert [scaler.target(0.0, 1, start_s=600.0, now_s=now_s) for now_s in (0.0, 49.0, 50.0)] == [1, 1, 0]
 
 
 def wanted_while(observations: list[tuple[float, float]], start_s: float) -> list[int]:
     """Return the requested number of replicas at each (time, queued work), with one replica running."""
     scaler = Scaler(UP_TO_THREE)
-    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in observations]
+    return [scaler.target(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in observations]
 
 
 def test_a_growing_queue_is_extrapolated_by_the_start_time() -> None:
@@ -133,9 +133,9 @@ def test_a_burst_of_requests_is_not_a_trend() -> None:
 
 def test_a_starting_replica_is_never_removed() -> None:
     scaler = Scaler(UP_TO_THREE)
-    starting = [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s, is_starting=True) for now_s in (0.0, 60.0, 600.0)]
+    starting = [scaler.target(0.0, 1, start_s=1.0, now_s=now_s, is_starting=True) for now_s in (0.0, 60.0, 600.0)]
     assert starting == [1, 1, 1]
-    assert [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s) for now_s in (601.0, 605.9, 606.0)] == [1, 1, 0]
+    assert [scaler.target(0.0, 1, start_s=1.0, now_s=now_s) for now_s in (601.0, 605.9, 606.0)] == [1, 1, 0]
 
 
 def test_the_state_of_a_killed_front_is_not_used(tmp_path: Path) -> None:

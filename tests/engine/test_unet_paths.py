@@ -282,11 +282,11 @@ def test_stored_paths_are_kept_unless_they_are_overwritten(tmp_path: Path) -> No
     assert not server.exists()
     server.remember(served(plain))
     other.remember(served(compiled, larger))
-    assert server.known() == other.known() == (plain, larger)
+    assert server.paths() == other.paths() == (plain, larger)
     other.store([compiled], overwrite=True)
-    assert set(UNetPathFile(tmp_path).known()) == {compiled, larger}
+    assert set(UNetPathFile(tmp_path).paths()) == {compiled, larger}
     server.remember(served(plain, larger))
-    assert set(UNetPathFile(tmp_path).known()) == {compiled, larger}, "a running server does not undo `warm`"
+    assert set(UNetPathFile(tmp_path).paths()) == {compiled, larger}, "a running server does not undo `warm`"
 
 
 def test_paths_stay_in_memory_where_the_folder_cannot_be_written(
@@ -296,7 +296,7 @@ def test_paths_stay_in_memory_where_the_folder_cannot_be_written(
     file = UNetPathFile(tmp_path / "missing")
     file.remember(served(path))
     file.remember(served(path, msgspec.structs.replace(path, width_px=128)))
-    assert len(file.known()) == 2
+    assert len(file.paths()) == 2
     assert caplog.text.count("UNet paths cannot be stored") == 1
     (tmp_path / FILE).write_text("{damaged")
-    assert UNetPathFile(tmp_path).known() == ()
+    assert UNetPathFile(tmp_path).paths() == ()

@@ -40,8 +40,8 @@ LINE = [
 ]
 
 
-def steps_of(chosen: dict[str, MeasuredCell]) -> dict[str, int]:
-    return {name: chosen[name].cell.num_steps for name in ("draft", "auto", "standard", "fine", "max")}
+def steps_of(points: dict[str, MeasuredCell]) -> dict[str, int]:
+    return {name: points[name].cell.num_steps for name in ("draft", "auto", "standard", "fine", "max")}
 
 
 def test_the_front_leaves_out_cells_that_are_slower_without_being_closer() -> None:
@@ -54,9 +54,9 @@ def test_auto_is_the_fastest_equivalent_point_and_the_others_lie_around_it() -> 
 
 def test_auto_is_max_if_no_faster_point_is_equivalent() -> None:
     line = [msgspec.structs.replace(each, verdict=WORSE if each.verdict else "") for each in LINE]
-    chosen = choose(line)
-    assert chosen["auto"] == chosen["standard"] == chosen["fine"] == chosen["max"] == LINE[-1]
-    assert chosen["draft"].cell.num_steps == 18
+    points = choose(line)
+    assert points["auto"] == points["standard"] == points["fine"] == points["max"] == LINE[-1]
+    assert points["draft"].cell.num_steps == 18
 
 
 def test_without_verdicts_auto_is_the_knee_of_the_front() -> None:
@@ -73,25 +73,27 @@ def test_a_small_calibration_of_a_checked_model(tmp_path: Path) -> None:
     engine = Engine.from_pretrained("embedded")
     cells = [Cell("learned:embedded-4", 4, 3.0), Cell("ddim", 4, 3.0), Cell("unipc", 20, 3.0)]
     notes: list[str] = []
-    found = calibrate(engine, held_out_prompts(8), minutes=0.01, cells=cells, reference_steps=40, on_note=notes.append)
-    assert (found.num_screened, found.num_prompts, found.num_seeds) == (4, 4, 3)
-    assert [each.cell for each in found.screened] == sorted(
-        (each.cell for each in found.screened), key=lambda each: each.num_steps
+    calibration = calibrate(
+        engine, held_out_prompts(8), minutes=0.01, cells=cells, reference_steps=40, on_note=notes.append
     )
-    best = max(found.cells, key=lambda each: each.psnr_db)
+    assert (calibration.num_screened, calibration.num_prompts, calibration.num_seeds) == (4, 4, 3)
+    assert [each.cell for each in calibration.screened] == sorted(
+        (each.cell for each in calibration.screened), key=lambda each: each.num_steps
+    )
+    best = max(calibration.cells, key=lambda each: each.psnr_db)
     assert best.cell == cells[-1]
     assert (best.exact is not None, best.difference, best.verdict) == (True, None, "")
-    compared = [each for each in found.cells if each is not best and each.exact is not None]
+    compared = [each for each in calibration.cells if each is not best and each.exact is not None]
     assert compared, "4 steps take less than half of the time of 20"
     assert all(each.verdict and each.difference is not None for each in compared)
     assert all(each.seconds <= best.seconds / 2 for each in compared)
-    profile = found.profile()
+    profile = calibration.profile()
     assert profile.points.max.sampler == "unipc"
-    has_learned = any(each.cell.sampler.startswith("learned:") for each in found.cells)
+    has_learned = any(each.cell.sampler.startswith("learned:") for each in calibration.cells)
     assert (profile.built_in is not None) == has_learned
     (tmp_path / "p.toml").write_text(profile.to_toml(), encoding="utf-8")
     assert read_profile(tmp_path / "p.toml") == profile
-    copy = msgspec.json.decode(msgspec.json.encode(found), type=Calibration)
+    copy = msgspec.json.decode(msgspec.json.encode(calibration), type=Calibration)
     assert copy.profile() == profile
     assert len(notes) == 2
 

@@ -249,8 +249,8 @@ def test_colors_of_lines_are_apart_for_color_blind_readers_too(ground: str) -> N
     colors = [*light, COLORS[-1]] if ground == LIGHT else [*dark, "#e4e6ea"]
     assert min(map(contrast, colors)) >= 3
     for matrix in VISIONS.values():
-        seen = [lab(np.array(matrix) @ linear(color)) for color in colors]
-        assert min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2)) > 20
+        perceived = [lab(np.array(matrix) @ linear(color)) for color in colors]
+        assert min(float(np.linalg.norm(a - b)) for a, b in combinations(perceived, 2)) > 20
 
 
 def test_what_comes_from_outside_stays_text() -> None:

@@ -41,11 +41,11 @@ def open_tiny(tiny_model: Callable[[str], Path]) -> OpenEngine:
 
     def open_engine(key: EngineKey) -> Engine:
         assert not alive, "two engines are open"
-        chosen = dict(key)
-        kind = str(chosen.get("model", ""))
+        values = dict(key)
+        kind = str(values.get("model", ""))
         engine = Engine.from_pretrained(
             tiny_model(kind) if kind else path,
-            dtype=str(chosen.get("precision", "float32")),
+            dtype=str(values.get("precision", "float32")),
             device="cpu",
             config=EngineConfig(max_rows=8),
         )
@@ -82,8 +82,8 @@ def test_precisions_are_compared_with_the_converged_images_of_the_first(
     assert {name: model["dtype"] for name, model in document["models"].items()} == {
         "precision float32": "float32", "precision bfloat16": "bfloat16"
     }  # fmt: skip
-    whole, half, converged = document["cells"]
-    assert 0 < half["measures"]["latent_rmse"]["value"] != whole["measures"]["latent_rmse"]["value"]
+    full_precision, half, converged = document["cells"]
+    assert 0 < half["measures"]["latent_rmse"]["value"] != full_precision["measures"]["latent_rmse"]["value"]
     assert "psnr_db" not in converged["measures"]
     pairs = [(each["cell"]["settings"], each["baseline"]["settings"]) for each in document["comparisons"]]
     assert [[["precision", "bfloat16"]], [["precision", "float32"]]] in [list(pair) for pair in pairs]

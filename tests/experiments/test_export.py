@@ -48,7 +48,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> Engine:
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the prompts as GenEval and as DPG-Bench publish theirs; return the folder of both."""
+    """Write the prompts in the published layouts of GenEval and DPG-Bench; return the folder of both."""
     folder = tmp_path_factory.mktemp("benchmark")
     text = "".join(f"{json.dumps(line)}\n" for line in LINES)
     (folder / "evaluation_metadata.jsonl").write_text(text, encoding="utf-8")
@@ -82,7 +82,7 @@ def opened(file: Path) -> NDArray[np.uint8]:
 
 def test_geneval_finds_metadata_and_samples(tiny: Engine, folder: Path) -> None:
     """Reads as evaluate_images.py does."""
-    root, found = folder / GENEVAL / CELL.slug, 0
+    root, num_images = folder / GENEVAL / CELL.slug, 0
     for name in sorted(os.listdir(root)):
         assert name.isdigit()
         with (root / name / "metadata.jsonl").open(encoding="utf-8") as file:
@@ -92,8 +92,8 @@ def test_geneval_finds_metadata_and_samples(tiny: Engine, folder: Path) -> None:
             assert re.match(r"\d+\.png", image)
             place = int(name), int(image.removesuffix(".png"))
             assert np.array_equal(opened(root / name / "samples" / image), painted(tiny, place))
-            found += 1
-    assert found == len(PLAN.places)
+            num_images += 1
+    assert num_images == len(PLAN.places)
 
 
 def test_dpg_bench_crops_four_images_of_a_prompt(tiny: Engine, folder: Path) -> None:

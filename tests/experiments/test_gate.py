@@ -202,9 +202,9 @@ def test_a_named_measure_that_cannot_be_computed_is_refused_before_anything_is_g
     message: str,
 ) -> None:
     (tmp_path / "one.txt").write_text("a fox\n", encoding="utf-8")
-    named = [tmp_path / "one.txt" if argument == "{one}" else argument for argument in arguments]
+    options = [tmp_path / "one.txt" if argument == "{one}" else argument for argument in arguments]
     gate = ["--gate", "float32:bfloat16", "--model", tiny_model(ONE_LEVEL), "--device", "cpu", "--prompts", prompts]
-    assert run_main("sweep", *gate, "--steps", 2, *named, "-o", tmp_path / "out") == 2
+    assert run_main("sweep", *gate, "--steps", 2, *options, "-o", tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -82,9 +82,9 @@ def test_psnr_and_ssim_are_those_of_torchmetrics() -> None:
     for other in (blurred(PICTURES[1], 1.5), noisy(PICTURES[1], 12), PICTURES[11]):
         peak = PeakSignalNoiseRatio(data_range=255.0)
         structure = StructuralSimilarityIndexMeasure(data_range=255.0)
-        images, others = to_batch([PICTURES[1]]), to_batch([other])
-        assert psnr_db(PICTURES[1], other) == pytest.approx(float(peak(images, others)), abs=1e-4)
-        assert ssim(PICTURES[1], other) == pytest.approx(float(structure(images, others)), abs=1e-4)
+        images, other_images = to_batch([PICTURES[1]]), to_batch([other])
+        assert psnr_db(PICTURES[1], other) == pytest.approx(float(peak(images, other_images)), abs=1e-4)
+        assert ssim(PICTURES[1], other) == pytest.approx(float(structure(images, other_images)), abs=1e-4)
 
 
 def test_pictures_that_cannot_be_compared_are_refused() -> None:

@@ -129,7 +129,7 @@ def small_clip() -> Any:
 
 def name_as_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename the tensors of a CLIP model as OpenCLIP names them, by a table of whole names."""
-    named = {
+    renamed = {
         "logit_scale": state["logit_scale"],
         "text_projection": state["text_projection.weight"].T,
         "visual.proj": state["visual_projection.weight"].T,
@@ -140,21 +140,21 @@ def name_as_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         "visual.positional_embedding": state["vision_model.embeddings.position_embedding.weight"],
     }
     for kind in ("weight", "bias"):
-        named[f"ln_final.{kind}"] = state[f"text_model.final_layer_norm.{kind}"]
-        named[f"visual.ln_pre.{kind}"] = state[f"vision_model.pre_layrnorm.{kind}"]
-        named[f"visual.ln_post.{kind}"] = state[f"vision_model.post_layernorm.{kind}"]
+        renamed[f"ln_final.{kind}"] = state[f"text_model.final_layer_norm.{kind}"]
+        renamed[f"visual.ln_pre.{kind}"] = state[f"vision_model.pre_layrnorm.{kind}"]
+        renamed[f"visual.ln_post.{kind}"] = state[f"vision_model.post_layernorm.{kind}"]
         for prefix, tower in (("", "text_model."), ("visual.", "vision_model.")):
             for index in range(2):
                 mine, other = f"{prefix}transformer.resblocks.{index}.", f"{tower}encoder.layers.{index}."
-                named[f"{mine}ln_1.{kind}"] = state[f"{other}layer_norm1.{kind}"]
-                named[f"{mine}ln_2.{kind}"] = state[f"{other}layer_norm2.{kind}"]
-                named[f"{mine}mlp.c_fc.{kind}"] = state[f"{other}mlp.fc1.{kind}"]
-                named[f"{mine}mlp.c_proj.{kind}"] = state[f"{other}mlp.fc2.{kind}"]
-                named[f"{mine}attn.out_proj.{kind}"] = state[f"{other}self_attn.out_proj.{kind}"]
-                named[f"{mine}attn.in_proj_{kind}"] = torch.cat(
+                renamed[f"{mine}ln_1.{kind}"] = state[f"{other}layer_norm1.{kind}"]
+                renamed[f"{mine}ln_2.{kind}"] = state[f"{other}layer_norm2.{kind}"]
+                renamed[f"{mine}mlp.c_fc.{kind}"] = state[f"{other}mlp.fc1.{kind}"]
+                renamed[f"{mine}mlp.c_proj.{kind}"] = state[f"{other}mlp.fc2.{kind}"]
+                renamed[f"{mine}attn.out_proj.{kind}"] = state[f"{other}self_attn.out_proj.{kind}"]
+                renamed[f"{mine}attn.in_proj_{kind}"] = torch.cat(
                     [state[f"{other}self_attn.{part}_proj.{kind}"] for part in "qkv"]
                 )
-    return {name: tensor.contiguous().clone() for name, tensor in named.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in renamed.items()}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -192,20 +192,20 @@ def save_image_reward(folder: Path) -> tuple[Any, Any, list[torch.nn.Linear]]:
     state = {f"blip.text_encoder.{name}": tensor for name, tensor in text.state_dict().items()}
     state["blip.text_encoder.embeddings.position_ids"] = torch.arange(512)[None]
     state["blip.vision_proj.weight"] = torch.zeros(4, 64)
-    seen = vision.state_dict()
+    vision_state = vision.state_dict()
     state |= {
-        "blip.visual_encoder.cls_token": seen["embeddings.class_embedding"],
-        "blip.visual_encoder.pos_embed": seen["embeddings.position_embedding"],
+        "blip.visual_encoder.cls_token": vision_state["embeddings.class_embedding"],
+        "blip.visual_encoder.pos_embed": vision_state["embeddings.position_embedding"],
     }
     for kind in ("weight", "bias"):
-        state[f"blip.visual_encoder.patch_embed.proj.{kind}"] = seen[f"embeddings.patch_embedding.{kind}"]
-        state[f"blip.visual_encoder.norm.{kind}"] = seen[f"post_layernorm.{kind}"]
+        state[f"blip.visual_encoder.patch_embed.proj.{kind}"] = vision_state[f"embeddings.patch_embedding.{kind}"]
+        state[f"blip.visual_encoder.norm.{kind}"] = vision_state[f"post_layernorm.{kind}"]
         for index in range(2):
             for mine, other in (
                 ("norm1", "layer_norm1"), ("norm2", "layer_norm2"), ("attn.qkv", "self_attn.qkv"),
                 ("attn.proj", "self_attn.projection"), ("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2"),
             ):  # fmt: skip
-                state[f"blip.visual_encoder.blocks.{index}.{mine}.{kind}"] = seen[
+                state[f"blip.visual_encoder.blocks.{index}.{mine}.{kind}"] = vision_state[
                     f"encoder.layers.{index}.{other}.{kind}"
                 ]
     for index, layer in zip((0, 2, 4, 6, 7), head, strict=True):

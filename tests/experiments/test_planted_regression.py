@@ -37,7 +37,7 @@ Without guidance the same noise was not distinguishable: with 36 images at 20 st
 
 
 def pixels_of(engine: Engine, cell: Cell) -> list[np.ndarray]:
-    """Return the images of ``cell``, generated with the engine as it is."""
+    """Return the images of ``cell``, generated with the unchanged engine."""
     return [result.pixels for result in engine.generate([request_for(PLAN, cell, place) for place in PLAN.places])]
 
 

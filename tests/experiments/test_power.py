@@ -69,8 +69,8 @@ def test_equal_cells_are_seldom_called_different_with_all_looks_included(kind: s
     for _ in range(NUM_REPETITIONS):
         differences = noise(rng, kind)
         for look, bound in zip(LOOKS, look_bounds(LOOKS), strict=True):
-            seen = look > SEEDS
-            low, high = mean_interval(differences[seen], np.array(GROUPS)[seen].tolist(), bound)
+            in_look = look > SEEDS
+            low, high = mean_interval(differences[in_look], np.array(GROUPS)[in_look].tolist(), bound)
             if low > 0 or high < 0:
                 num_different += 1
                 break
@@ -124,8 +124,8 @@ def test_the_plan_says_what_it_detects_and_what_more_needs() -> None:
         "each of 2 comparisons: 64 prompts detect a difference of 1.8 dB in PSNR (80 % power, 5 % level, standard "
         "deviation 5.0 dB assumed); 1.0 dB needs 199 prompts, 796 images per cell"
     )
-    (known,) = describe_power([("a against b", Measure.EXACT, 0.2)], 64, 4, {"exact": 0.1})
-    assert known.startswith("a against b: 64 prompts detect a difference of 7.1 points in exact prompt match")
+    (with_deviation,) = describe_power([("a against b", Measure.EXACT, 0.2)], 64, 4, {"exact": 0.1})
+    assert with_deviation.startswith("a against b: 64 prompts detect a difference of 7.1 points in exact prompt match")
     (few,) = describe_power(comparisons, 2, 4, {"psnr_db": 1.0})
     assert "2 prompts detect no difference" in few
     assert "1 seed detects no difference" in next(

@@ -64,9 +64,9 @@ def test_sets_share_no_prompts() -> None:
 
 def test_memory_is_stated_and_decides_on_recomputation(tiny_model: Callable[[str], Path]) -> None:
     model = load_model(tiny_model("sdxl"), dtype="float32", device="cpu")
-    one, two = (Memory.of(model, batch) for batch in (1, 2))
-    assert two.activations == pytest.approx(2 * one.activations, rel=0.1)
-    small = one._replace(free=4 * one.activations)
+    one_image, two = (Memory.of(model, batch) for batch in (1, 2))
+    assert two.activations == pytest.approx(2 * one_image.activations, rel=0.1)
+    small = one_image._replace(free=4 * one_image.activations)
     assert small.recomputes(4)
     assert not small.recomputes(1)
     assert "each UNet call is computed again for its gradient" in small.describe(4)
@@ -79,15 +79,15 @@ def test_a_search_comes_closer_to_converged_latents(tiny_model: Callable[[str], 
     search = SamplerSearch(model, SearchPlan.split(PROMPTS, 3.0, target_steps=12, iterations=10))
     search.prepare()
     gains: list[float] = []
-    found = search.run(4, "tiny-4", lambda now: gains.append(now.gain_db))
-    assert found.num_rows == 4
-    assert found.measured["gain_db"] > 3.0
+    table = search.run(4, "tiny-4", lambda now: gains.append(now.gain_db))
+    assert table.num_rows == 4
+    assert table.measured["gain_db"] > 3.0
     assert max(gains) > 3.0
-    assert math.isfinite(found.measured["psnr_db"])
+    assert math.isfinite(table.measured["psnr_db"])
     search.memory = search.memory._replace(free=1)
     assert search.memory.recomputes(4)
     again = search.run(4, "tiny-4", lambda now: None)
-    assert again.columns["b0"] == pytest.approx(found.columns["b0"], abs=1e-4), "recomputed calls give equal gradients"
+    assert again.columns["b0"] == pytest.approx(table.columns["b0"], abs=1e-4), "recomputed calls give equal gradients"
 
 
 @pytest.mark.slow

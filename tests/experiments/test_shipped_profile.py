@@ -27,8 +27,8 @@ def test_the_shipped_profile_is_what_its_data_say() -> None:
 
 def test_auto_of_the_shipped_profile_matches_as_often_as_max_at_a_third_of_its_time() -> None:
     _, calibration = shipped()
-    chosen = choose(calibration.cells)
-    auto, best = chosen["auto"], chosen["max"]
+    points = choose(calibration.cells)
+    auto, best = points["auto"], points["max"]
     assert auto.cell.rows <= best.cell.rows / 3
     assert auto.seconds <= 0.35 * best.seconds  # decoding takes the same time in both
     assert auto.verdict in (EQUIVALENT, BETTER)

@@ -245,10 +245,10 @@ def test_cells_with_open_verdicts_get_more_images_and_a_resumed_sweep_decides_th
     tiny: Engine, tmp_path: Path
 ) -> None:
     notes: list[str] = []
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    report = run_plan(tiny, LOOKING, whole, on_note=notes.append)
+    complete, stopped = tmp_path / "whole", tmp_path / "stopped"
+    report = run_plan(tiny, LOOKING, complete, on_note=notes.append)
     counts = {"converged-ddim-6-g3": 24, "ddpm-2-g3": 24, "pc-2-g3": 24, "dpmpp_2m-2-g3": 12}
-    assert num_lines(whole) == counts
+    assert num_lines(complete) == counts
     assert notes[0] == "after 3 seeds per prompt, 1 verdicts are open"
     assert notes[1].startswith("pc 2 against ddpm 2: 4 prompts detect a difference of")
     verdicts = {(each.cell.sampler, each.measure): each.verdict for each in report.comparisons}
@@ -257,7 +257,7 @@ def test_cells_with_open_verdicts_get_more_images_and_a_resumed_sweep_decides_th
     run_until(5, tiny, LOOKING, stopped)
     run_plan(tiny, LOOKING, stopped)
     assert num_lines(stopped) == counts
-    assert numbers_of(stopped) == numbers_of(whole)
+    assert numbers_of(stopped) == numbers_of(complete)
 
 
 def test_no_images_are_added_after_the_time_is_up(tiny: Engine, tmp_path: Path) -> None:
@@ -276,20 +276,20 @@ def test_a_sweep_with_other_axes_is_resumed_and_reports_every_value(tiny: Engine
         PLAN, samplers=("ddim",), steps=(2,), axes={"eta": (0.0, 1.0), "guidance_rescale": (0.0, 0.7)}
     )
     few = msgspec.structs.replace(plan, axes={"eta": (0.0,), "guidance_rescale": (0.0, 0.7)})
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run_plan(tiny, plan, whole)
+    complete, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_plan(tiny, plan, complete)
     run_until(1, tiny, few, stopped)
     run_until(2, tiny, plan, stopped)
     report = run_plan(tiny, plan, stopped)
-    assert numbers_of(stopped) == numbers_of(whole)
-    assert set(num_lines(whole).values()) == {4}
-    assert len(num_lines(whole)) == 4 + 2, "guidance_rescale changes the converged images, eta does not"
-    rows = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text(encoding="utf-8"))))
+    assert numbers_of(stopped) == numbers_of(complete)
+    assert set(num_lines(complete).values()) == {4}
+    assert len(num_lines(complete)) == 4 + 2, "guidance_rescale changes the converged images, eta does not"
+    rows = list(csv.DictReader(io.StringIO((complete / "cells.csv").read_text(encoding="utf-8"))))
     settings = [(row["eta"], row["guidance_rescale"]) for row in rows]
     assert settings == [("0.0", "0.0"), ("0.0", "0.7"), ("1.0", "0.0"), ("1.0", "0.7"), ("", "0.0"), ("", "0.7")]
     pairs = {(each.cell.label, each.baseline.label) for each in report.comparisons}
     assert ("ddim 2, eta 1, guidance_rescale 0.7", "ddim 2, eta 0, guidance_rescale 0.7") in pairs
-    assert "eta 1" in (whole / "report.html").read_text(encoding="utf-8")
+    assert "eta 1" in (complete / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

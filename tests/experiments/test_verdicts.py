@@ -31,12 +31,12 @@ def exact(cell: Cell) -> float:
 
 
 def comparison(analysis: Analysis, cell: Cell, baseline: Cell, measure: Measure) -> Comparison:
-    (found,) = [
+    (comparison,) = [
         each
         for each in compare_cells(analysis)
         if (each.cell, each.baseline, each.measure) == (cell, baseline, measure.value)
     ]
-    return found
+    return comparison
 
 
 def test_every_cell_is_compared_with_the_first_sampler_and_with_the_most_steps() -> None:

@@ -19,7 +19,7 @@ def request(peer: str | None, **headers: str) -> Request:
 
 
 def name_of(clients: Clients, peer: str | None, **headers: str) -> str:
-    with clients.known(request(peer, **headers)) as name:
+    with clients.name_of(request(peer, **headers)) as name:
         return name
 
 
@@ -48,11 +48,11 @@ def test_invented_keys_do_not_multiply_the_share_of_an_address() -> None:
     clients = Clients()
     with ExitStack() as stack:
         names = [
-            stack.enter_context(clients.known(request("10.0.0.1", authorization=f"Bearer {number}")))
+            stack.enter_context(clients.name_of(request("10.0.0.1", authorization=f"Bearer {number}")))
             for number in range(100)
         ]
         assert len(set(names)) == MAX_KEYS_PER_ADDRESS + 1
-        assert stack.enter_context(clients.known(request("10.0.0.1", authorization="Bearer 3"))) == names[3]
+        assert stack.enter_context(clients.name_of(request("10.0.0.1", authorization="Bearer 3"))) == names[3]
     assert clients._keys == {}
 
 
@@ -106,7 +106,7 @@ def test_visitors_of_the_page_are_separate_clients_and_only_the_page_can_name_th
     with ExitStack() as stack:
         names = {
             stack.enter_context(
-                clients.known(request("127.0.0.1", x_diffserve_on_behalf_of=header_of(Asker("9.9.9.9", str(number)))))
+                clients.name_of(request("127.0.0.1", x_diffserve_on_behalf_of=header_of(Asker("9.9.9.9", str(number)))))
             )
             for number in range(50)
         }

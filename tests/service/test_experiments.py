@@ -53,21 +53,21 @@ def test_an_experiment_streams_its_cells_and_ends_with_a_report(client: Client, 
     planned = client.plan_experiment(**SMALL)
     assert (planned.num_cells, planned.num_images) == (4, 20)
     assert planned.power
-    begun = client.begin_experiment(**SMALL)
-    assert (begun.status, begun.num_images, begun.plan["steps"]) == ("validating", 20, [2, 4])
-    assert begun.estimated_seconds is not None
-    assert begun.estimated_seconds > 0
-    with client.experiment_events(begun.id) as events:
-        seen = list(events)
-    cells = [event.cell for event in seen if isinstance(event, CellFinished)]
+    experiment = client.begin_experiment(**SMALL)
+    assert (experiment.status, experiment.num_images, experiment.plan["steps"]) == ("validating", 20, [2, 4])
+    assert experiment.estimated_seconds is not None
+    assert experiment.estimated_seconds > 0
+    with client.experiment_events(experiment.id) as events:
+        received = list(events)
+    cells = [event.cell for event in received if isinstance(event, CellFinished)]
     assert {cell.id for cell in cells} == {
         "ddim-2-g3", "ddim-4-g3", "euler-2-g3", "euler-4-g3", "converged-ddim-6-g3"
     }  # fmt: skip
     assert all(cell.num_images == 4 for cell in cells)
-    assert any(event.comparisons for event in seen if isinstance(event, CellFinished))
-    progress = [event.progress for event in seen if isinstance(event, ExperimentAdvanced) and event.progress]
+    assert any(event.comparisons for event in received if isinstance(event, CellFinished))
+    progress = [event.progress for event in received if isinstance(event, ExperimentAdvanced) and event.progress]
     assert progress[-1].images_done <= 20
-    ended = seen[-1]
+    ended = received[-1]
     assert isinstance(ended, ExperimentEnded)
     over = ended.experiment
     assert (over.status, over.error, len(over.cells)) == ("completed", None, 5)
@@ -75,8 +75,8 @@ def test_an_experiment_streams_its_cells_and_ends_with_a_report(client: Client, 
     streamed = {cell.id: cell.measures["psnr_db"] for cell in cells if "psnr_db" in cell.measures}
     final = {cell.id: cell.measures["psnr_db"] for cell in over.cells if "psnr_db" in cell.measures}
     assert streamed == final
-    assert client.experiment(begun.id) == over
-    with client.experiment_events(begun.id) as events:
+    assert client.experiment(experiment.id) == over
+    with client.experiment_events(experiment.id) as events:
         again = list(events)
     assert [event.cell for event in again if isinstance(event, CellFinished)] == list(over.cells), "after a reload"
     assert client.history(limit=100) == history, "its images are nobody's history"
@@ -106,17 +106,17 @@ def check_files(client: Client, server: RunningServer, over: StoredExperiment) -
 
 
 def test_a_cancelled_experiment_keeps_its_finished_cells(client: Client, server: RunningServer) -> None:
-    begun = client.begin_experiment(**LONG)
+    experiment = client.begin_experiment(**LONG)
     waiting = client.begin_experiment(**SMALL)
-    wait_for(lambda: client.experiment(begun.id).cells, OVER_S, "a cell")
+    wait_for(lambda: client.experiment(experiment.id).cells, OVER_S, "a cell")
     assert client.experiment(waiting.id).status == "validating", "one of each key runs at a time"
     assert server.paint(num_steps=2).status_code == 200
-    assert client.experiment(begun.id).status == "in_progress", "somebody came between"
-    assert error_of(server.client.delete(f"{PATH}/{begun.id}"))["code"] == "experiment_running"
+    assert client.experiment(experiment.id).status == "in_progress", "somebody came between"
+    assert error_of(server.client.delete(f"{PATH}/{experiment.id}"))["code"] == "experiment_running"
     assert client.cancel_experiment(waiting.id).status == "cancelling"
-    assert client.cancel_experiment(begun.id).status == "cancelling"
-    assert client.cancel_experiment(begun.id).status in ("cancelling", "cancelled")
-    over = until_over(client, begun.id)
+    assert client.cancel_experiment(experiment.id).status == "cancelling"
+    assert client.cancel_experiment(experiment.id).status in ("cancelling", "cancelled")
+    over = until_over(client, experiment.id)
     assert over.status == "cancelled"
     assert 0 < len(over.cells) < 11
     assert over.report is None

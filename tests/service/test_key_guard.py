@@ -304,7 +304,7 @@ def test_limits_apply_through_the_page_and_separately_per_key(tmp_path: Path) ->
             (HEADER.lower().encode() if name == "behalf" else name.encode(), v.encode()) for name, v in headers.items()
         ]
         scope: dict[str, Any] = {"type": "http", "headers": raw, "client": ("1.2.3.4", 1), "state": {"key_id": key_id}}
-        with Clients().known(Request(scope)) as name:
+        with Clients().name_of(Request(scope)) as name:
             return name
 
     assert name_of("key-1") == name_of("key-1", authorization="Bearer x") != name_of("key-2")

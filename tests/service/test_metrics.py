@@ -324,7 +324,7 @@ def test_the_store_exports_commits_log_size_and_open_batches(tmp_path: Path) -> 
     metrics, database = Metrics(), Database(tmp_path)
     batches = Batches(database, Files(database, 1 << 20), clock=lambda: now_s)
     watch_store(metrics, database, batches)
-    with database.held():
+    with database.in_use():
         batch = batches.add("", "/v1/images/generations", "file-1", 5, {})
         batches.move(batch.id, "in_progress", of=["validating"])
         batches.finish_lines(batch.id, [LineDone(0, b"{}\n", False), LineDone(1, b"{}\n", True)])

@@ -91,6 +91,6 @@ def test_confusions_come_the_most_frequent_first_and_at_most_three() -> None:
 
     names = ["bear", "cat", "cat", "cat", "pig", "pig", "duck", "pizza", "pizza"]
     (owl,) = [row for name, row in confusions([shown(name) for name in names]).items() if name == "owl"]
-    assert (owl.asked, owl.found) == (9, 0)
+    assert (owl.requested, owl.recognized) == (9, 0)
     assert next(iter(owl.instead.items())) == ("cat", 3)
     assert len(owl.instead) == 3

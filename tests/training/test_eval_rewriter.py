@@ -76,7 +76,7 @@ def test_groups_part_the_wishes_and_the_document_holds_every_pair() -> None:
 
 def test_held_out_captions_are_complete_wishes_in_the_image_models_words() -> None:
     captions = held_out_captions(30)
-    assert all(caption.asked.complete for caption in captions)
+    assert all(caption.requirements.complete for caption in captions)
     assert any(caption.text != caption.caption for caption in captions), (
         "the image model knows more words than one style has"
     )
@@ -89,7 +89,7 @@ def test_a_wish_and_its_rewrite_are_painted_with_one_seed_and_both_are_looked_at
     from diffserve.engine.text import TextEngine
     from diffserve.rewriting import TextWindow
 
-    wishes = [wish for wish in held_out_wishes(60) if wish.asked.complete and "'" not in wish.text][:2]
+    wishes = [wish for wish in held_out_wishes(60) if wish.requirements.complete and "'" not in wish.text][:2]
     script = {wish.text: wish.caption for wish in wishes}
     model = scripted.save(tmp_path / "told", script)
     engine = Engine.from_pretrained("embedded")
@@ -101,4 +101,4 @@ def test_a_wish_and_its_rewrite_are_painted_with_one_seed_and_both_are_looked_at
     for index, result in enumerate(results):
         for prompt, verdict in ((result.wish.text, result.plain), (result.rewrite.prompt, result.rewritten)):
             [alone] = engine.generate(GenerationRequest(prompt=prompt, seed=SEED + index, diffusion=how))
-            assert shows(alone.pixels, result.wish.asked) == verdict
+            assert shows(alone.pixels, result.wish.requirements) == verdict

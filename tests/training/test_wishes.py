@@ -13,7 +13,7 @@ from diffserve.training.wishes import BY_HAND_SHARE, held_out_wishes, shows, wis
 from diffserve.training.wishes.noise import MIN_LETTERS, as_typed, known_words, misspell, slip
 from diffserve.training.wishes.words import Phrases, colors_for, languages, many, names_for, sentences, words
 from diffserve.training.wishes.writer import Writer, is_kept_combination
-from diffserve.world.captions import Asked, Said, caption, sentence
+from diffserve.world.captions import Content, Requirements, caption, sentence
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.render import render
 from diffserve.world.scenes import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX, is_held_out, is_legible, scenes
@@ -39,7 +39,7 @@ def edit_distance(first: str, second: str) -> int:
 
 def test_a_sentence_is_read_back_as_what_it_says() -> None:
     for scene in chain(islice(scenes(1, held_out=False), 1500), islice(scenes(1, held_out=True), 300)):
-        content = Said.by(scene)
+        content = Content.by(scene)
         assert parse_sentence(sentence(content)) == content
 
 
@@ -56,7 +56,7 @@ def test_a_sentence_is_read_back_as_what_it_says() -> None:
 def test_sentences_read_well(
     names: tuple[str, ...], relation: str | None, size: str, background: str, words: str
 ) -> None:
-    assert sentence(Said(names, relation, size, background)) == words
+    assert sentence(Content(names, relation, size, background)) == words
 
 
 @pytest.mark.parametrize(
@@ -70,42 +70,42 @@ def test_other_text_is_not_read(words: str) -> None:
 def test_the_captions_of_the_image_model_contain_the_sentence() -> None:
     rng = random.Random(0)
     for scene in islice(scenes(2, held_out=False), 25):
-        expected = sentence(Said.by(scene))
+        expected = sentence(Content.by(scene))
         assert any(caption(scene, rng) == expected for _ in range(4000)), expected
 
 
 def test_a_staged_sentence_is_a_scene_that_says_it() -> None:
     for scene in islice(scenes(3, held_out=False), 200):
-        content = Said.by(scene)
-        assert Said.by(content.stage(random.Random(0))) == content
+        content = Content.by(scene)
+        assert Content.by(content.stage(random.Random(0))) == content
 
 
 def test_a_relation_may_be_expressed_in_reverse() -> None:
-    settled = Asked.exactly(Said(("cat", "dog"), "left of", "plain", "red"))
+    settled = Requirements.exactly(Content(("cat", "dog"), "left of", "plain", "red"))
     assert settled.complete
-    assert settled.allows(Said(("dog", "cat"), "right of", "plain", "red"))
-    assert not settled.allows(Said(("dog", "cat"), "left of", "plain", "red"))
-    assert not settled.allows(Said(("cat", "dog"), "next to", "plain", "red"))
-    assert not settled.allows(Said(("cat", "dog"), "left of", "plain", "blue"))
+    assert settled.allows(Content(("dog", "cat"), "right of", "plain", "red"))
+    assert not settled.allows(Content(("dog", "cat"), "left of", "plain", "red"))
+    assert not settled.allows(Content(("cat", "dog"), "next to", "plain", "red"))
+    assert not settled.allows(Content(("cat", "dog"), "left of", "plain", "blue"))
 
 
 def test_only_the_outer_two_of_between_may_change_places() -> None:
-    content = Said(("cat", "dog", "fox"), "between", "plain", "red")
-    settled = Asked.exactly(content)
+    content = Content(("cat", "dog", "fox"), "between", "plain", "red")
+    settled = Requirements.exactly(content)
     assert settled.allows(replace(content, names=("cat", "fox", "dog")))
     assert not settled.allows(replace(content, names=("dog", "cat", "fox")))
-    together = Asked.exactly(replace(content, relation=None))
-    assert together.allows(Said(("fox", "dog", "cat"), None, "plain", "red"))
+    together = Requirements.exactly(replace(content, relation=None))
+    assert together.allows(Content(("fox", "dog", "cat"), None, "plain", "red"))
 
 
 def test_open_parts_may_be_chosen_but_nothing_may_be_added() -> None:
     pets, anywhere = frozenset(("cat", "dog")), frozenset((*COLORS, *PLACES))
-    settled = Asked((pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), anywhere)
+    settled = Requirements((pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), anywhere)
     assert not settled.complete
-    assert settled.allows(Said(("moon", "dog"), "above", "plain", "night sky"))
-    assert not settled.allows(Said(("moon", "pig"), "above", "plain", "night sky"))
-    assert not settled.allows(Said(("dog",), None, "plain", "night sky"))
-    assert not settled.allows(Said(("dog", "moon", "star"), None, "plain", "night sky"))
+    assert settled.allows(Content(("moon", "dog"), "above", "plain", "night sky"))
+    assert not settled.allows(Content(("moon", "pig"), "above", "plain", "night sky"))
+    assert not settled.allows(Content(("dog",), None, "plain", "night sky"))
+    assert not settled.allows(Content(("dog", "moon", "star"), None, "plain", "night sky"))
 
 
 # Words
@@ -199,7 +199,7 @@ def test_the_stream_of_wishes_depends_on_the_seed_alone() -> None:
 
 
 def test_one_scene_is_wished_for_in_countless_ways() -> None:
-    content = Said(("cat", "dog"), "left of", "plain", "red")
+    content = Content(("cat", "dog"), "left of", "plain", "red")
     writer = Writer(random.Random(0), held_out=False)
     assert len({writer.free(content) for _ in range(200)}) > 190
 
@@ -207,7 +207,7 @@ def test_one_scene_is_wished_for_in_countless_ways() -> None:
 def test_a_complete_wish_names_all_it_asks_for() -> None:
     writer = Writer(random.Random(1), held_out=False)
     for scene in islice(scenes(5, held_out=False), 400):
-        text = writer.free(Said.by(scene))
+        text = writer.free(Content.by(scene))
         for name in scene.names:
             singular = [word.removeprefix("*") for word in names_for(name)]
             assert any(word in text for word in (*singular, *map(many, singular))), (name, text)
@@ -219,15 +219,15 @@ def test_the_answer_grants_the_wish_and_its_scene_says_so() -> None:
     for wish in islice(wishes(6, held_out=False), 600):
         content = parse_sentence(wish.caption)
         assert content is not None
-        assert wish.asked.allows(content), wish
-        assert Said.by(wish.scene) == content
+        assert wish.requirements.allows(content), wish
+        assert Content.by(wish.scene) == content
         assert wish.text.strip()
-        assert is_legible(wish.scene) or not wish.asked.complete
+        assert is_legible(wish.scene) or not wish.requirements.complete
 
 
 def test_all_kinds_of_wishes_occur() -> None:
     drawn = list(islice(wishes(7, held_out=False), 600))
-    vague = [wish for wish in drawn if not wish.asked.complete]
+    vague = [wish for wish in drawn if not wish.requirements.complete]
     assert 0.1 < len(vague) / len(drawn) < 0.3
     assert {len(wish.scene.objects) for wish in drawn} == {1, 2, 3}
     assert {wish.scene.size for wish in drawn} == set(SIZES_PX)
@@ -237,10 +237,12 @@ def test_all_kinds_of_wishes_occur() -> None:
 
 
 def test_cosy_with_an_animal_and_the_moon_is_granted_sensibly() -> None:
-    settled = next(wish for wish in wishes_by_hand() if wish.text.startswith("something cosy with an animal")).asked
-    assert settled.allows(Said(("cat", "moon"), "below", "plain", "night sky"))
-    assert not settled.allows(Said(("car", "moon"), "below", "plain", "night sky"))
-    assert not settled.allows(Said(("cat", "star"), "below", "plain", "night sky"))
+    settled = next(
+        wish for wish in wishes_by_hand() if wish.text.startswith("something cosy with an animal")
+    ).requirements
+    assert settled.allows(Content(("cat", "moon"), "below", "plain", "night sky"))
+    assert not settled.allows(Content(("car", "moon"), "below", "plain", "night sky"))
+    assert not settled.allows(Content(("cat", "star"), "below", "plain", "night sky"))
 
 
 def test_training_never_shows_a_scene_or_a_combination_that_is_held_out() -> None:
@@ -266,7 +268,7 @@ def test_held_out_wishes_are_fixed_and_apart_from_training() -> None:
     assert len(texts) > 195
     assert not texts & {wish.text for wish in islice(wishes(0, held_out=False), 1500)}
     generated = held_out[len(wishes_by_hand()) :]
-    assert all(is_held_out(wish.scene) for wish in generated if wish.asked.complete)
+    assert all(is_held_out(wish.scene) for wish in generated if wish.requirements.complete)
 
 
 def test_held_out_wishes_by_hand_ask_for_things_of_the_world() -> None:
@@ -275,19 +277,19 @@ def test_held_out_wishes_by_hand_ask_for_things_of_the_world() -> None:
     for wish in written:
         content = parse_sentence(wish.caption)
         assert content is not None
-        assert wish.asked.allows(content), wish
-        assert set(chain(*wish.asked.names)) <= set(OBJECTS), wish
-        assert wish.asked.backgrounds <= {*COLORS, *PLACES}, wish
-        assert wish.asked.sizes <= set(SIZES_PX), wish
-        assert wish.asked.relations <= {*RELATIONS, "between", None}, wish
+        assert wish.requirements.allows(content), wish
+        assert set(chain(*wish.requirements.names)) <= set(OBJECTS), wish
+        assert wish.requirements.backgrounds <= {*COLORS, *PLACES}, wish
+        assert wish.requirements.sizes <= set(SIZES_PX), wish
+        assert wish.requirements.relations <= {*RELATIONS, "between", None}, wish
 
 
 def test_a_picture_grants_a_vague_wish_with_any_choice() -> None:
     pets = frozenset(("cat", "dog"))
-    settled = Asked(
+    settled = Requirements(
         (pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), frozenset(("night sky",))
     )
-    fitting = Said(("moon", "dog"), "right of", "plain", "night sky")
+    fitting = Content(("moon", "dog"), "right of", "plain", "night sky")
     other = replace(fitting, names=("moon", "pig"))
     assert shows(render(fitting.stage(random.Random(0))), settled)
     assert not shows(render(other.stage(random.Random(0))), settled)
@@ -300,7 +302,7 @@ def test_a_vague_wish_of_two_objects_is_granted_whatever_it_leaves_open() -> Non
         for candidate in held_out_wishes(200)
         if candidate.text == "something cosy with an animal and the moon"
     ]
-    content = Said(("cat", "moon"), "left of", "plain", "night sky")
-    other = Said(("cat", "apple"), "left of", "plain", "night sky")
-    assert shows(render(content.stage(random.Random(0))), wish.asked)
-    assert not shows(render(other.stage(random.Random(0))), wish.asked)
+    content = Content(("cat", "moon"), "left of", "plain", "night sky")
+    other = Content(("cat", "apple"), "left of", "plain", "night sky")
+    assert shows(render(content.stage(random.Random(0))), wish.requirements)
+    assert not shows(render(other.stage(random.Random(0))), wish.requirements)

@@ -363,7 +363,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         self._pace.did(plan.cost)
         self._study(plan)
         if not self.scheduler.has_work:
-            self._pace.rest()
+            self._pace.pause()
         return events
 
     def _study(self, plan: TickPlan) -> None:

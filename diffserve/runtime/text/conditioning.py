@@ -231,20 +231,20 @@ def make_pool(
     is_exact: bool,
     texts: Sequence[KVSpec] = (),
     max_sequences: int = 0,
-    others: Sequence[tuple[Sequence[KVSpec], int]] = (),
+    other_tenants: Sequence[tuple[Sequence[KVSpec], int]] = (),
 ) -> PagePool:
     """Create a pool for ``model``, its refiner and ``texts``, of ``config.kv_pool_bytes`` or of an automatic size.
 
-    ``others`` are the specs and window tokens of models that are loaded later. Raises ConfigError if the pool is too
-    small.
+    ``other_tenants`` are the specs and window tokens of models that are loaded later. Raises ConfigError if the pool is
+    too small.
     """
     images = image_tenants(model, is_exact=is_exact) if config.cross_attention == "paged" else []
     all_specs = [*itertools.chain(*images), *texts]
-    page_bytes = PagePlan.smallest_page_bytes([*all_specs, *itertools.chain(*(specs for specs, _ in others))])
+    page_bytes = PagePlan.smallest_page_bytes([*all_specs, *itertools.chain(*(specs for specs, _ in other_tenants))])
     num_windows = HELD_ELSEWHERE if model.unet.is_hollow else AUTO_WINDOWS
     tokens = model.text.window_tokens
     num_bytes = wanted_bytes(images, texts, tokens, max_sequences, num_windows, page_bytes=page_bytes)
-    num_bytes += sum(wanted_bytes([specs], (), tokens, page_bytes=page_bytes) for specs, tokens in others)
+    num_bytes += sum(wanted_bytes([specs], (), tokens, page_bytes=page_bytes) for specs, tokens in other_tenants)
     return PagePool.for_specs(config.kv_pool_bytes or num_bytes, all_specs, page_bytes=page_bytes, device=model.device)
 
 

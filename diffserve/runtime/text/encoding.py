@@ -105,7 +105,7 @@ class TextEncoder(NamedTuple):
         num_vectors = self.learnt.num_vectors
         return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, num_vectors)
 
-    def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    def windows_of(self, source: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
         """Split a text without prompt syntax, or token ids, into windows.
 
         Returns:
@@ -114,10 +114,10 @@ class TextEncoder(NamedTuple):
         Raises:
             InvalidRequest: The text is too long, or a token id is unknown.
         """
-        tokens = self._tokenize(given) if isinstance(given, str) else given
+        tokens = self._tokenize(source) if isinstance(source, str) else source
         max_token_id = int(self.network.config.vocab_size) - 1
         unknown = next((token for token in tokens if not 0 <= token <= max_token_id), None)
-        if unknown is not None and not isinstance(given, str):
+        if unknown is not None and not isinstance(source, str):
             message = (
                 f"token id {str(unknown)[:40]} is not in this model's vocabulary; its ids are 0 to {max_token_id}."
             )

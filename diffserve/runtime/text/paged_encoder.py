@@ -240,15 +240,15 @@ class WindowBatches:
         is_exact: Whether bytes must not depend on the number; otherwise every number is used.
     """
 
-    def __init__(self, attempt: Try, disk: FactsOnDisk, *, is_exact: bool, most: int = MOST_WINDOWS) -> None:
-        self.sizes: tuple[int, ...] = (SOLO,) if is_exact else tuple(range(1, most + 1))
+    def __init__(self, attempt: Try, disk: FactsOnDisk, *, is_exact: bool, max_windows: int = MOST_WINDOWS) -> None:
+        self.sizes: tuple[int, ...] = (SOLO,) if is_exact else tuple(range(1, max_windows + 1))
         self._disk = disk
         self._study: Study | None = None
         facts = disk.read(NAME) if is_exact else None
         if facts is not None:
             self._take(facts)
-        elif is_exact and most > 1:
-            self._study = study(attempt, sizes_to_check(most), reference=SOLO)
+        elif is_exact and max_windows > 1:
+            self._study = study(attempt, sizes_to_check(max_windows), reference=SOLO)
 
     def cut(self, num_windows: int) -> list[range]:
         """``num_windows`` places in as few calls as may be."""

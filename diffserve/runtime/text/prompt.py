@@ -44,7 +44,7 @@ def chunk_prompt(
     tokenize: Callable[[str], Sequence[int]],
     special: SpecialTokens,
     window_tokens: int,
-    whole: Mapping[int, int] | None = None,
+    unbroken: Mapping[int, int] | None = None,
 ) -> list[Chunk]:
     """Split a parsed prompt into at least one chunk of ``window_tokens`` ids.
 
@@ -53,7 +53,7 @@ def chunk_prompt(
         tokenize: Returns the ids of a text, without special tokens.
         special: The tokenizer's special tokens.
         window_tokens: Number of ids of a chunk.
-        whole: By first token, lengths of token runs that must stay in one chunk.
+        unbroken: By first token, lengths of token runs that must stay in one chunk.
 
     Raises:
         InvalidRequest: There are more than MAX_CHUNKS chunks.
@@ -66,7 +66,7 @@ def chunk_prompt(
             tokens += [(token, piece.weight) for token in tokenize(piece.text)]
             if len(tokens) > (MAX_CHUNKS - len(bodies)) * room:  # thousands of pieces would take seconds to tokenize
                 raise _too_long(room, "the prompt")
-        parts = _cut(tokens, room, special.comma, whole or {})
+        parts = _cut(tokens, room, special.comma, unbroken or {})
         is_trailing_break = index == len(sections) - 1 and index > 0 and not tokens
         bodies.extend([] if is_trailing_break else parts)
         if len(bodies) > MAX_CHUNKS:
@@ -75,13 +75,13 @@ def chunk_prompt(
 
 
 def chunk_tokens(
-    tokens: Sequence[int], special: SpecialTokens, window_tokens: int, whole: Mapping[int, int] | None = None
+    tokens: Sequence[int], special: SpecialTokens, window_tokens: int, unbroken: Mapping[int, int] | None = None
 ) -> list[tuple[tuple[int, ...], int]]:
     """Split ``tokens`` without weights into chunks: the ids of each, and how many of them belong to the text.
 
-    ``whole`` is as in ``chunk_prompt``. Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    ``unbroken`` is as in ``chunk_prompt``. Raises InvalidRequest beyond MAX_CHUNKS chunks.
     """
-    bodies = _cut([(token, 1.0) for token in tokens], window_tokens - 2, special.comma, whole or {})
+    bodies = _cut([(token, 1.0) for token in tokens], window_tokens - 2, special.comma, unbroken or {})
     if len(bodies) > MAX_CHUNKS:
         raise _too_long(window_tokens - 2, "the text")
     return [(_seal(body, special, window_tokens).ids, len(body)) for body in bodies]

@@ -114,7 +114,7 @@ class PromptPages:
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
         fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
         max_windows = max(1, min(MOST_WINDOWS, fitting if text.encodings is None and not unet.is_hollow else 1))
-        self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=max_windows)
+        self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, max_windows=max_windows)
         min_pages = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
         if min_pages > pool.num_pages:
             raise ConfigError(

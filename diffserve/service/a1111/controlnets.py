@@ -194,6 +194,6 @@ async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Respon
             maps.append(base64.b64encode(encode_image(picture)).decode("ascii"))
         return maps
 
-    with clients.known(request) as client:
+    with clients.name_of(request) as client:
         maps = await while_connected(request, shared_decoders().run(client, read))
     return JSONResponse({"images": maps, "info": "Success"})

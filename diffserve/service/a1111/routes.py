@@ -153,7 +153,7 @@ class A1111Routes:
 
     def _add_options(self) -> None:
         async def get_options(request: Request) -> Response:
-            with self._clients.known(request) as client:
+            with self._clients.name_of(request) as client:
                 options = self._jobs.options(client)
             defaults = {
                 "sd_model_checkpoint": title_of(self._info()),
@@ -167,7 +167,7 @@ class A1111Routes:
             options = body.model_dump(include={"sd_model_checkpoint", "CLIP_stop_at_last_layers"}, exclude_unset=True)
             if name := options.get("sd_model_checkpoint"):
                 self._info(model_of(str(name)))
-            with self._clients.known(request) as client:
+            with self._clients.name_of(request) as client:
                 self._jobs.set_options(client, options)
             sentences = [f"{name} has no effect." for name in ignored_settings(body.model_extra or {})]
             return JSONResponse(None, headers=warning_headers(sentences))
@@ -177,7 +177,7 @@ class A1111Routes:
 
     def _add_progress(self) -> None:
         async def progress(request: Request) -> Response:
-            with self._clients.known(request) as client:
+            with self._clients.name_of(request) as client:
                 jobs = self._jobs.of(client)
             if not jobs:
                 state = {"progress": 0.0, "eta_relative": 0.0, "state": IDLE, "current_image": None, "textinfo": None}
@@ -190,7 +190,7 @@ class A1111Routes:
 
         async def task_progress(request: Request) -> Response:
             body = await read_body(request, ProgressBody)
-            with self._clients.known(request) as client:
+            with self._clients.name_of(request) as client:
                 job, is_over = self._jobs.find(client, body.id_task), self._jobs.is_over(client, body.id_task)
             state: dict[str, Any] = {
                 "active": job is not None and job.has_begun, "queued": job is not None and not job.has_begun,
@@ -206,13 +206,13 @@ class A1111Routes:
             return JSONResponse(state)
 
         async def pending(request: Request) -> Response:
-            with self._clients.known(request) as client:
+            with self._clients.name_of(request) as client:
                 tasks = [job.task for job in self._jobs.of(client)]
             return JSONResponse({"size": len(tasks), "tasks": tasks})
 
         def stops(how: str, num_jobs: int | None) -> Callable[[Request], Any]:
             async def stop(request: Request) -> Response:
-                with self._clients.known(request) as client:
+                with self._clients.name_of(request) as client:
                     self._jobs.stop(client, how, num_jobs)
                 return JSONResponse({} if num_jobs is None else None)
 
@@ -246,7 +246,7 @@ async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Res
     def read(decoder: ImageDecoder) -> str | None:
         return decoder.read_infotext(image_bytes(body.image, "image"), may_shorten=True)
 
-    with clients.known(request) as client:
+    with clients.name_of(request) as client:
         text = await while_connected(request, shared_decoders().run(client, read))
     parsed = parse_infotext(text) if text else None
     parameters = (

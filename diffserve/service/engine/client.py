@@ -234,7 +234,7 @@ class EngineClient:
         was_spare = self._has_live_spare
         connection = self._connection = await self._next_engine()
         connection.on_models = self.paths.remember
-        engine = replace(self._load.engine, served_paths=self.paths.known())
+        engine = replace(self._load.engine, served_paths=self.paths.paths())
         connection.load(replace(self._load, engine=engine))
         try:
             patience_s = self._startup_timeout_s

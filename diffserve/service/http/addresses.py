@@ -209,7 +209,7 @@ class Clients:
         self._keys: dict[str, Counter[str]] = {}
 
     @contextmanager
-    def known(self, request: Request) -> Iterator[str]:
+    def name_of(self, request: Request) -> Iterator[str]:
         """Yield the name of the client of ``request``; it is stable while the client has requests in progress."""
         state = request.scope.get("state", {})
         if name := state.get("client") or (f"key/{state['key_id']}" if state.get("key_id") else ""):

@@ -156,8 +156,10 @@ def explain(
     if name is None:
         return InvalidRequest("the body must be a JSON object.", code="invalid_json")
     if kind == "extra_forbidden":
-        known = ", ".join(_known_fields(model, problem["loc"]))
-        return InvalidRequest(f"{name} is an unknown field; {f'use {known}' if known else 'leave it out'}.", param=name)
+        field_names = ", ".join(_known_fields(model, problem["loc"]))
+        return InvalidRequest(
+            f"{name} is an unknown field; {f'use {field_names}' if field_names else 'leave it out'}.", param=name
+        )
     if kind == "missing" and isinstance(problem["loc"][-1], int):
         message = f"{_path(problem['loc'][:-1])} has too few values; give two numbers."
         return InvalidRequest(message, param=name, code="missing_required_parameter")
@@ -167,8 +169,8 @@ def explain(
         label = name if "[" in name else f"the {name}"
         return InvalidRequest(f"{label} is empty; {hint}.", param=name, code=f"empty_{_field_name(name)}")
     if kind == "too_short" and context["min_length"] > 1:
-        length, least = context["actual_length"], context["min_length"]
-        message = f"{name} has {length} entries; at least {least} are needed."
+        length, min_length = context["actual_length"], context["min_length"]
+        message = f"{name} has {length} entries; at least {min_length} are needed."
         return InvalidRequest(message, param=name, code="empty_array")
     if kind == "too_short":
         return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")

@@ -61,10 +61,10 @@ class KeyRing:
         clock: Returns the time in seconds since 1970.
     """
 
-    def __init__(self, database: Database, own: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, env_key: str = "", clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._keys = Keys(database)
-        self._own = digest_of(own) if own else b""
+        self._env_digest = digest_of(env_key) if env_key else b""
         self._clock = clock
         self._secret = database.secret("sessions")
         self._stamp: object = None
@@ -95,10 +95,10 @@ class KeyRing:
             return
         self._stamp, self._mark = stamp, mark
         self._good = {key.digest: key for key in keys if key.revoked_s is None}
-        if self._own:
-            env_key = Key(id=OF_ENV, name=ENV_KEY, digest=self._own, scopes=("admin",), created_s=0.0)
-            self._good[self._own] = env_key
-        self.is_closed = self.is_closed or bool(keys) or bool(self._own)
+        if self._env_digest:
+            env_key = Key(id=OF_ENV, name=ENV_KEY, digest=self._env_digest, scopes=("admin",), created_s=0.0)
+            self._good[self._env_digest] = env_key
+        self.is_closed = self.is_closed or bool(keys) or bool(self._env_digest)
 
     def find(self, text: str) -> Key | None:
         """Return the valid key with the text ``text``, or None."""

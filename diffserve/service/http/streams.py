@@ -47,7 +47,7 @@ class Lasting(NamedTuple):
     """Work that continues without its stream: how to follow it again, and its whole output (None: not stored)."""
 
     again: Callable[[Request], Awaitable[Response]]
-    whole: Callable[[], Awaitable[bytes | None]]
+    body: Callable[[], Awaitable[bytes | None]]
 
 
 class EventStreamResponse(Response):

@@ -95,7 +95,7 @@ class ImageHistory:
 
     def writer(self, request: Request) -> HistoryWriter | None:
         """Return the writer for the images of a request; None if they are not recorded."""
-        owner = self._owners.known(request) if self._is_kept else None
+        owner = self._owners.owner(request) if self._is_kept else None
         return None if owner is None else HistoryWriter(self, owner)
 
     def add(

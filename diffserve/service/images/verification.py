@@ -54,7 +54,7 @@ class Verification:
         def examine(decoder: ImageDecoder) -> ProvenanceReport:
             return decoder.examine(files[0] if files else image_bytes(body.image or "", "image"))
 
-        with self._clients.known(request) as client:
+        with self._clients.name_of(request) as client:
             provenance = await while_connected(request, shared_decoders().run(client, examine))
         content = {"object": "provenance.verification", **provenance.to_dict()}
         return json_response(msgspec.json.encode(content), body.warnings)

@@ -79,7 +79,7 @@ class CrashError(Exception):
 
 
 class LiveExperiment:
-    """What is known of a running experiment, for the API.
+    """State of a running experiment, for the API.
 
     Attributes:
         progress: The latest progress, None before the first.

@@ -274,7 +274,7 @@ class ExperimentRoutes:
     async def _stream(self, experiment: Experiment) -> Events:
         loop = asyncio.get_running_loop()
         sent: dict[str, CellDone] = {}
-        version, told_s, status = -1, -TELL_EVERY_S, ""
+        version, sent_s, status = -1, -TELL_EVERY_S, ""
         while not experiment.is_over:
             live = self._runner.live.get(experiment.id)
             if live is not None and live.version != version:
@@ -283,8 +283,8 @@ class ExperimentRoutes:
                     if sent.get(name) is not cell:
                         sent[name] = cell
                         yield _cell_event(cell_object(experiment, cell.cell), cell.comparisons)
-            if loop.time() - told_s >= TELL_EVERY_S or status != experiment.status:
-                told_s, status = loop.time(), experiment.status
+            if loop.time() - sent_s >= TELL_EVERY_S or status != experiment.status:
+                sent_s, status = loop.time(), experiment.status
                 state = self._object(experiment)
                 del state["plan"]  # it may have thousands of prompts
                 yield event({"type": PROGRESS, **state}, PROGRESS)
@@ -295,10 +295,10 @@ class ExperimentRoutes:
             if row is None:
                 raise _not_found(experiment.id)
             experiment = row
-        name, whole = f"experiment.{experiment.status}", await FILES.run(self._whole, experiment)
-        for each in whole["cells"] if not sent else ():
+        name, result = f"experiment.{experiment.status}", await FILES.run(self._complete_object, experiment)
+        for each in result["cells"] if not sent else ():
             yield _cell_event(each, ())
-        yield event({"type": name, "experiment": whole}, name)
+        yield event({"type": name, "experiment": result}, name)
 
     async def cancel(self, request: Request, experiment_id: str) -> Response:
         """Cancel an experiment; finished cells are kept. The call can be repeated while it ends."""
@@ -379,9 +379,9 @@ class ExperimentRoutes:
         }
 
     def _encoded(self, experiment: Experiment) -> bytes:
-        return msgspec.json.encode(self._whole(experiment))
+        return msgspec.json.encode(self._complete_object(experiment))
 
-    def _whole(self, experiment: Experiment) -> dict[str, Any]:
+    def _complete_object(self, experiment: Experiment) -> dict[str, Any]:
         """Return the API's object for an experiment, with its cells, verdicts and files; reads files."""
         files = self._files(experiment)
         live = self._runner.live.get(experiment.id)

@@ -59,7 +59,7 @@ class Idempotency:
     async def answer(self, request: Request, endpoint: Answer) -> Response:
         """Return the response of ``endpoint``, or the stored one of an equal earlier request."""
         keys = request.headers.getlist(IDEMPOTENCY_KEY)
-        owner = self._owners.known(request) if keys else None
+        owner = self._owners.owner(request) if keys else None
         if owner is None:
             return await endpoint(request)
         name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _check_key(keys))
@@ -96,7 +96,7 @@ class Idempotency:
         """Make ``response`` available to repetitions while its work continues, and store it at the end."""
 
         async def keep() -> Response:
-            return await self._keep(name, digest, response, await lasting.whole())
+            return await self._keep(name, digest, response, await lasting.body())
 
         self._lasting[name] = lasting
         task = asyncio.create_task(keep(), name="answer of lasting work")

@@ -23,13 +23,13 @@ class Owners:
 
     def of(self, request: Request) -> str:
         """Return the owner for ``request``. Raises HttpError if nothing may be stored for it."""
-        owner = self.known(request)
+        owner = self.owner(request)
         if owner is None:
             message = "this server has no API keys and stores nothing without them; create one with diffserve keys add."
             raise HttpError(403, message, code="keys_needed")
         return owner
 
-    def known(self, request: Request) -> str | None:
+    def owner(self, request: Request) -> str | None:
         """Return the owner for ``request``, or None if nothing may be stored for it."""
         if self._ring is not None and self._ring.is_closed:
             return owner_of(request)

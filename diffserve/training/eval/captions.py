@@ -96,8 +96,8 @@ class Confusion:
     ``instead`` lists the most frequent first: a surplus object, a smear of something, or nothing.
     """
 
-    asked: int
-    found: int
+    requested: int
+    recognized: int
     instead: dict[str, int]
 
 

@@ -116,7 +116,7 @@ def compare(
     rewrites = [answer.rewrites[0] for answer in answers]
     plain, rewritten = (
         [
-            shows(picture, wish.asked)
+            shows(picture, wish.requirements)
             for picture, wish in zip(paint(engine, prompts, how, first_seed=SEED), wishes, strict=True)
         ]
         for prompts in ([wish.text for wish in wishes], [rewrite.prompt for rewrite in rewrites])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diffserve.training.wishes.noise import as_typed, misspell
 from diffserve.training.wishes.vague import vague_wish
 from diffserve.training.wishes.writer import Writer
-from diffserve.world.captions import Asked, Said, caption, sentence
+from diffserve.world.captions import Content, Requirements, caption, sentence
 from diffserve.world.checker import SceneSpec, judge, read_picture
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_held_out, scenes
@@ -39,24 +39,25 @@ HELD_OUT_SHARES: dict[str, float] = {"free": 0.7, "tags": 0.08, "foreign": 0.02,
 class LooseWish:
     """A wish as typed, its reference caption, what it settles, and one scene that satisfies it.
 
-    For a complete wish (``asked.complete``) the scene is the truth except for jitter; for a vague one it is an example.
+    For a complete wish (``requirements.complete``) the scene is the truth except for jitter; for a vague one it is an
+    example.
     """
 
     text: str
     caption: str
-    asked: Asked
+    requirements: Requirements
     scene: Scene
 
     @classmethod
     def complete(cls, text: str, scene: Scene) -> LooseWish:
         """Return a wish that states everything about ``scene``."""
-        content = Said.by(scene)
-        return cls(text, sentence(content), Asked.exactly(content), scene)
+        content = Content.by(scene)
+        return cls(text, sentence(content), Requirements.exactly(content), scene)
 
     def is_granted_by(self, prompt: str) -> bool:
         """Whether ``prompt`` states everything that the wish settles, in a canonical sentence."""
         content = parse_sentence(prompt)
-        return content is not None and self.asked.allows(content)
+        return content is not None and self.requirements.allows(content)
 
 
 def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
@@ -80,14 +81,14 @@ def _complete(kind: str, scene: Scene, writer: Writer) -> LooseWish:
         text = caption(scene, writer.rng)
         return LooseWish.complete(misspell(text, writer.rng) if writer.chance(0.2) else text, scene)
     can_be_listed = scene.relation in (None, "next to")
-    content = Said.by(scene)
+    content = Content.by(scene)
     text = writer.tags(content) if kind == "tags" and can_be_listed else writer.free(content)
     return LooseWish.complete(as_typed(text, writer.rng), scene)
 
 
 def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
     """Return a wish for the next scene whose words exist in the foreign language."""
-    while (text := writer.foreign(Said.by(scene := next(source)))) is None:
+    while (text := writer.foreign(Content.by(scene := next(source)))) is None:
         pass
     return LooseWish.complete(as_typed(text, writer.rng), scene)
 
@@ -117,11 +118,11 @@ def _by_hand(line: str) -> LooseWish:
     names = tuple(frozenset(choices.replace("_", " ").split("/")) for choices in objects.split(" "))
     relations = {"-": (None,), "*": RELATIONS}.get(relation, (relation,))
     backgrounds = BACKGROUNDS if background == "*" else (background,)
-    settled = Asked(
+    settled = Requirements(
         names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds)
     )
     picks = tuple(min(choices) for choices in names)
-    content = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
+    content = Content(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
     return LooseWish(text, sentence(content), settled, content.stage(random.Random(0)))
 
 
@@ -130,18 +131,18 @@ def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
     by_hand = {wish.text for wish in wishes_by_hand()}
     belongs: dict[str, Callable[[LooseWish], bool]] = {
         "all": lambda wish: True,
-        "complete": lambda wish: wish.asked.complete,
-        "vague": lambda wish: not wish.asked.complete,
+        "complete": lambda wish: wish.requirements.complete,
+        "vague": lambda wish: not wish.requirements.complete,
         "by hand": lambda wish: wish.text in by_hand,
     }
     return {name: [at for at, wish in enumerate(wishes) if test(wish)] for name, test in belongs.items()}
 
 
-def shows(pixels: NDArray[np.uint8], settled: Asked) -> bool:
+def shows(pixels: NDArray[np.uint8], settled: Requirements) -> bool:
     """Whether the (height, width, 3) image satisfies a wish in every part, with any choice for what was left open."""
     reading = read_picture(pixels)
     names = [placed.name for placed in reading.objects]
     orders = set(permutations(names)) if len(names) == len(settled.names) else set()
     sizes = settled.sizes if len(names) == 1 else settled.sizes & {"plain"}  # sizes apply to single objects only
-    options = (Said(*parts, reading.background) for parts in product(orders, settled.relations, sizes))
+    options = (Content(*parts, reading.background) for parts in product(orders, settled.relations, sizes))
     return any(judge(reading, SceneSpec.of(content)).exact for content in options if settled.allows(content))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from diffserve.training.wishes.words import homes_of, sentences, split, words
 from diffserve.training.wishes.writer import Writer
-from diffserve.world.captions import Asked, Said
+from diffserve.world.captions import Content, Requirements
 from diffserve.world.scenes import (
     BACKGROUNDS,
     CAMOUFLAGED,
@@ -45,7 +45,7 @@ class Mood:
     backgrounds: tuple[str, ...] = ()
 
 
-def vague_wish(writer: Writer) -> tuple[str, Asked, Said]:
+def vague_wish(writer: Writer) -> tuple[str, Requirements, Content]:
     """Return the text of a vague wish, what it settles, and a sensible choice."""
     form = writer.rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     if form == "named":
@@ -66,17 +66,17 @@ def _mood(writer: Writer) -> Mood:
     return Mood(writer.rng.choice(split(feelings)), *words().moods[feelings])
 
 
-def _wish_by_name(writer: Writer) -> tuple[str, Asked, Said]:
+def _wish_by_name(writer: Writer) -> tuple[str, Requirements, Content]:
     """Return a wish with objects and relation but no background."""
     kind = writer.rng.choices(list(KIND_SHARES), weights=list(KIND_SHARES.values()))[0]
-    content = Said.by(draw_scene(kind, writer.rng))
+    content = Content.by(draw_scene(kind, writer.rng))
     text = writer.around(writer.uncommon(lambda: writer.objects(content)))
     homes = [home for name in content.names for home in homes_of(name)[:3]]
     content = _with_background(content, sorted(homes, key=homes.index), writer)
-    return text, replace(Asked.exactly(content), backgrounds=frozenset(BACKGROUNDS)), content
+    return text, replace(Requirements.exactly(content), backgrounds=frozenset(BACKGROUNDS)), content
 
 
-def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Asked, Said]:
+def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Requirements, Content]:
     """Return a wish for one or two objects, by name or category, with or without a mood and a place."""
     slots = [_slot(writer) for _ in range(count)]
     while count == 2 and {*slots[0].names} & {*slots[1].names}:
@@ -96,7 +96,7 @@ def _slot(writer: Writer) -> Slot:
     return Slot(words().categories[wordings], writer.rng.choice(split(wordings)))
 
 
-def _placed(writer: Writer) -> tuple[str, Asked, Said]:
+def _placed(writer: Writer) -> tuple[str, Requirements, Content]:
     """Return a wish for a background only."""
     background = writer.rng.choice(PLACES if writer.chance(0.7) else BACKGROUNDS)
     text = writer.pick(sentences().vague_places).format(where=writer.where(background))
@@ -106,9 +106,9 @@ def _placed(writer: Writer) -> tuple[str, Asked, Said]:
 
 def _settled(
     writer: Writer, text: str, slots: list[Slot], mood: Mood, background: str | None = None
-) -> tuple[str, Asked, Said]:
+) -> tuple[str, Requirements, Content]:
     """Choose what is open: by the mood first, then by the objects' usual backgrounds; objects of the sky go above."""
-    settled = Asked(
+    settled = Requirements(
         tuple(frozenset(slot.names) for slot in slots),
         frozenset(RELATIONS if len(slots) == 2 else (None,)),
         frozenset(SIZES_PX if len(slots) == 1 else ("plain",)),
@@ -122,14 +122,14 @@ def _settled(
     relation = None if len(names) == 1 else "next to"
     if len(names) == 2 and (names[0] in SKY) != (names[1] in SKY):
         relation = "above" if names[0] in SKY else "below"
-    content = Said(tuple(names), relation, "plain", background or "")
+    content = Content(tuple(names), relation, "plain", background or "")
     if background is None:
         homes = [*mood.backgrounds, *(home for name in reversed(names) for home in homes_of(name))]
         content = _with_background(content, homes, writer)
     return text, settled, content
 
 
-def _with_background(content: Said, likely: Sequence[str], writer: Writer) -> Said:
+def _with_background(content: Content, likely: Sequence[str], writer: Writer) -> Content:
     """Choose a background on which every object is visible, likely ones more often; training skips held-out scenes."""
     options = [replace(content, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
     clear = [option for option in options if not any((name, option.background) in CAMOUFLAGED for name in option.names)]

@@ -25,11 +25,11 @@ class Phrases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Wordings for training, and wordings reserved for the test."""
 
     training: Wordings
-    kept: Wordings
+    held_out: Wordings
 
     def side(self, *, held_out: bool) -> Wordings:
         """Return the wordings for training or for the test."""
-        return self.kept if held_out else self.training
+        return self.held_out if held_out else self.training
 
 
 class Sentences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from diffserve.training.wishes.words import (
     sentences,
     words,
 )
-from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, Said, article_for, plural
+from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, Content, article_for, plural
 from diffserve.world.scenes import COLORS
 
 ARTICLES = ("the", "my", "one", "this", "some", "our")
@@ -80,7 +80,7 @@ class Writer:
         pattern = self.rng.choice(COLOR_WORDS if self.chance(0.25) else words().color_phrases)
         return re.sub(r"\ba (?=[aeiou])", "an ", pattern.format(color))
 
-    def objects(self, content: Said) -> tuple[str, list[str]]:
+    def objects(self, content: Content) -> tuple[str, list[str]]:
         """Write a phrase for the objects; also return the bare wordings in it."""
         if len(content.names) > 1 and len(set(content.names)) == 1:
             return self._count(content.names[0], len(content.names))
@@ -112,11 +112,11 @@ class Writer:
             if len(parts) < 2 or is_kept_combination(parts) == self.held_out:
                 return text
 
-    def free(self, content: Said) -> str:
+    def free(self, content: Content) -> str:
         """Write a complete wish as a loose sentence."""
         return self.uncommon(lambda: self._free(content))
 
-    def _free(self, content: Said) -> tuple[str, list[str]]:
+    def _free(self, content: Content) -> tuple[str, list[str]]:
         what, bare = self.objects(content)
         where = self.where(content.background)
         verb = self.rng.choice(sentences().verbs)
@@ -136,11 +136,11 @@ class Writer:
         boosters = ", ".join(self.pick(sentences().boosters) for _ in range(self.rng.randint(1, 4)))
         return f"{boosters}, {text}" if self.chance(0.25) else f"{text}, {boosters}"
 
-    def tags(self, content: Said) -> str:
+    def tags(self, content: Content) -> str:
         """Write a list of tags: objects, background, quality words."""
         return self.uncommon(lambda: self._tags(content))
 
-    def _tags(self, content: Said) -> tuple[str, list[str]]:
+    def _tags(self, content: Content) -> tuple[str, list[str]]:
         if len(content.names) > 1 and len(set(content.names)) == 1:
             things, bare = self._count(content.names[0], len(content.names))
         else:
@@ -153,7 +153,7 @@ class Writer:
         text = self.pick(sentences().tag_frames).format(things=things, tag=tag)
         return self.boost(text) if self.chance(0.6) else text, [*bare, tag]
 
-    def foreign(self, content: Said) -> str | None:
+    def foreign(self, content: Content) -> str | None:
         """Write the wish in another language; None if its vocabulary lacks a word."""
         vocabulary = languages()
         language = self.rng.choice(range(len(vocabulary.openings)))

@@ -15,12 +15,12 @@ from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD
 from diffserve.runtime.loading.components import load_tokenizer
 from diffserve.runtime.loading.family import BUILT_IN
-from diffserve.world.captions import Said, noun, sentence
+from diffserve.world.captions import Content, noun, sentence
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import OBJECTS, scenes
 from tests.runtime.language import tiny
 
-CAPTIONS = [sentence(Said.by(scene)) for scene in islice(scenes(11, held_out=True), 400)]
+CAPTIONS = [sentence(Content.by(scene)) for scene in islice(scenes(11, held_out=True), 400)]
 
 
 def end_state(constraint: TokenConstraint, ids: list[int]) -> int:
