@@ -12,7 +12,7 @@ from rich.console import Console
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.options import SettingsOptions
-from diffserve.cli.sweep import check_texts, lasting_interrupt
+from diffserve.cli.sweep import check_texts, lasting_interrupt, make_progress
 from diffserve.experiments.axes import quote, whole_numbers, write_settings
 from diffserve.experiments.plan import MAX_PROMPTS
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
@@ -53,8 +53,14 @@ def run(
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    with lasting_interrupt() as check:
-        calibration = calibrate(engine, texts, minutes=minutes, num_seeds=num_seeds, on_note=say, on_event=check)
+    with make_progress(console) as progress, lasting_interrupt() as check:
+        bar = progress.add_task("timing", total=None)
+
+        def show(phase: str, num_done: int, total: int) -> None:
+            check()
+            progress.update(bar, description=phase, completed=num_done, total=total)
+
+        calibration = calibrate(engine, texts, minutes=minutes, num_seeds=num_seeds, on_note=say, on_progress=show)
     file.parent.mkdir(parents=True, exist_ok=True)
     data = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
     write_whole(file.with_suffix(".json"), data + b"\n")

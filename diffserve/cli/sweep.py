@@ -22,7 +22,7 @@ from diffserve.experiments.axes import MODEL, PRECISION, read_axis, whole_number
 from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
 from diffserve.experiments.export import Export
 from diffserve.experiments.model_measures import read_measures
-from diffserve.experiments.plan import DEFAULT_SAMPLERS, DEFAULT_STEPS, SweepPlan
+from diffserve.experiments.plan import DEFAULT_SAMPLERS, DEFAULT_STEPS, TIMED_ROUNDS, SweepPlan
 from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, plan_warnings, read_plan
 from diffserve.experiments.prompts import BenchmarkPrompt, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
@@ -129,9 +129,10 @@ def _is_count(options: SweepOptions) -> bool:
 
 def _describe_plan(plan: SweepPlan) -> str:
     limit = "at most " if len(plan.looks) > 1 else ""
+    num_timed = TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
     return (
         f"{len(plan.cells)} cells of {limit}{len(plan.places)} images plus the converged images: {limit}"
-        f"{plan.num_images:,} images, {plan.num_rows:,} UNet rows"
+        f"{plan.num_images:,} images, {plan.num_rows:,} UNet rows; {num_timed:,} rows more to time each cell alone"
     )
 
 

@@ -65,7 +65,7 @@ class StoredExperiment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_images: Images of the plan.
         estimated_seconds: Expected duration on an idle machine.
-        plan: The plan, as in a report.json.
+        plan: The plan, as in a report.json; empty in a list of experiments.
         cells: The finished cells; empty in a list of experiments.
         comparisons: Paired differences with their verdicts.
         findings: Claims with their verdicts, once it is completed.
@@ -80,7 +80,7 @@ class StoredExperiment(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int
     estimated_seconds: float | None = None
     progress: ExperimentProgress | None = None
-    plan: dict[str, Any]
+    plan: dict[str, Any] = msgspec.field(default_factory=dict)
     error: ExperimentFailure | None = None
     cells: tuple[ExperimentCell, ...] = ()
     comparisons: tuple[dict[str, Any], ...] = ()

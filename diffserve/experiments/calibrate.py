@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 CANDIDATES: Final = ("ddim", "dpmpp_2m", "dpmpp_2m karras", "unipc")
 """Samplers without fresh noise; samplers with it do not approach the converged image of the same noise."""
 
-STEPS: Final = (4, 6, 8, 12, 18, 27, 40)
+STEPS: Final = (4, 6, 8, 12, 18, 27, 40, 60)
 SAVING_SAMPLER: Final = "unipc"
 SAVINGS: Final[tuple[Settings, ...]] = ((("cache_interval", 2),), (("guidance_interval", "0-0.7"),))
 LEAST_SAVING_STEPS: Final = 8
@@ -54,7 +56,7 @@ FEW_STEPS: Final = 8
 """Models with at most this number of default steps were distilled and have no converged image."""
 
 SCREENED_AT_ONCE: Final = 4
-MAX_SCREENED: Final = 8
+MAX_SCREENED: Final = 32
 SCREEN_SHARE: Final = 0.35
 """Part of the budget after which screening ends if exact match is measured, too."""
 
@@ -70,6 +72,9 @@ CHECKED_SHARE: Final = 0.5
 """Cells that take more than this share of the time of the closest one are no candidates for ``auto``."""
 
 MARGIN: Final = DIFFERENCES[Measure.EXACT.value]
+
+OnProgress = Callable[[str, int, int], None]
+"""Receives the phase, the images that it has finished, and the largest number of images that it may need."""
 
 
 @dataclass
@@ -146,7 +151,7 @@ def calibrate(
     cells: Sequence[Cell] | None = None,
     reference_steps: int = REFERENCE_STEPS,
     on_note: Callable[[str], None] = lambda _: None,
-    on_event: Callable[[], None] = lambda: None,
+    on_progress: OnProgress = lambda _phase, _done, _total: None,
 ) -> Calibration:
     """Measure candidates for about ``minutes`` and return what their quality profile follows from.
 
@@ -159,7 +164,7 @@ def calibrate(
         cells: The cells to try; None: :func:`candidates`.
         reference_steps: DDIM steps of the converged images.
         on_note: Called with a sentence after each phase.
-        on_event: Called often; it may raise KeyboardInterrupt.
+        on_progress: Called often; it may raise KeyboardInterrupt.
 
     Raises:
         InvalidRequest: The model was distilled for few steps, or fewer than ``LEAST_SEEDS`` seeds are given.
@@ -171,19 +176,19 @@ def calibrate(
     cells = candidates(engine, prompts[0]) if cells is None else cells
     check = PromptCheck(engine.info.family, prompts)
     engine.warm_up()
-    estimated_s = _estimate(engine, cells, prompts[0], first_seed, on_event)
+    estimated_s = _estimate(engine, cells, prompts[0], first_seed, on_progress)
     cells = [cell for cell in cells if _saves_time(cell, estimated_s)]
     screen_end_s = deadline_s if check.wishes is None else started_s + SCREEN_SHARE * 60 * minutes
     num_screened = min(len(prompts), len(prompts) if check.wishes is None else MAX_SCREENED)
     plan = CellPlan.of(
         cells, prompts[:num_screened], num_seeds=1, first_seed=first_seed, reference_steps=reference_steps
     )
-    images = _generate(engine, plan, check, SCREENED_AT_ONCE, screen_end_s, on_event)
+    images = _generate(engine, plan, check, SCREENED_AT_ONCE, screen_end_s, partial(on_progress, "screening"))
     num_screened = len(images.records(cells[0]))
     screened = [_screened(cell, estimated_s[cell], images.records(cell).values()) for cell in cells]
     finalists = _finalists(screened)
     on_note(f"screened {len(cells)} on {num_screened} images; {len(finalists)} are on the front")
-    seconds = _time(engine, [each.cell for each in finalists], prompts[0], first_seed, TIMED_ROUNDS, on_event)
+    seconds = _time(engine, [each.cell for each in finalists], prompts[0], first_seed, on_progress)
     timed = [msgspec.structs.replace(each, seconds=seconds[each.cell]) for each in finalists]
     finalists = _finalists(timed)
     num_prompts = 0
@@ -192,7 +197,7 @@ def calibrate(
         fast = [each.cell for each in finalists if each.seconds <= CHECKED_SHARE * best.seconds]
         measured = [*fast, best.cell]
         plan = CellPlan.of(measured, prompts, num_seeds=num_seeds, first_seed=first_seed, reference_steps=None)
-        images = _generate(engine, plan, check, PROMPTS_AT_ONCE, deadline_s, on_event)
+        images = _generate(engine, plan, check, PROMPTS_AT_ONCE, deadline_s, partial(on_progress, "checking"))
         num_prompts = len(images.records(measured[0])) // num_seeds
         analysis = Analysis(plan, {cell: images.records(cell) for cell in measured})
         comparisons = {each.cell: each for each in compare_cells(analysis, [Measure.EXACT])}
@@ -229,13 +234,13 @@ def _finalists(cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
 
 
 def _estimate(
-    engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, on_event: Callable[[], None]
+    engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, on_progress: OnProgress
 ) -> dict[Cell, float]:
     """Return the estimated seconds of an image of each cell: those of a timed cell with the same settings, by rows."""
     probes = {
         cell.settings: cell for cell in sorted(cells, key=lambda cell: -abs(cell.num_steps - PROBED_STEPS))
     }  # of each settings the one that is nearest to PROBED_STEPS
-    seconds = _time(engine, list(probes.values()), prompt, seed, TIMED_ROUNDS, on_event)
+    seconds = _time(engine, list(probes.values()), prompt, seed, on_progress)
     per_row = {settings: seconds[cell] / cell.rows for settings, cell in probes.items()}
     return {cell: cell.rows * per_row[cell.settings] for cell in cells}
 
@@ -251,26 +256,34 @@ def _screened(cell: Cell, seconds: float, records: Iterable[ImageRecord]) -> Mea
     return MeasuredCell(cell=cell, seconds=seconds, psnr_db=fmean(value for value in values if value is not None))
 
 
-def _time(
-    engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, num_rounds: int, on_event: Callable[[], None]
-) -> dict[Cell, float]:
-    """Return the seconds of an image of each cell alone: the shortest of ``num_rounds`` rounds over all cells.
+def _time(engine: Engine, cells: Sequence[Cell], prompt: str, seed: int, on_progress: OnProgress) -> dict[Cell, float]:
+    """Return the seconds of an image of each cell alone: the shortest of ``TIMED_ROUNDS`` rounds over all cells.
 
     Other programs make a round slower but never faster, so the shortest one is the least disturbed.
     """
     plan = CellPlan.of(cells, [prompt], num_seeds=1, first_seed=seed, reference_steps=None)
-    times = time_alone(engine, plan, plan.all_cells, lambda _: on_event(), num_rounds)
+    total, numbers = TIMED_ROUNDS * len(cells), itertools.count(1)
+    times = time_alone(
+        engine, plan, plan.all_cells, lambda _: on_progress("timing", next(numbers), total), TIMED_ROUNDS
+    )
     return {cell: min(each.image_s) for cell, each in times.items()}
 
 
 def _generate(
-    engine: Engine, plan: CellPlan, check: PromptCheck, at_once: int, end_s: float, on_event: Callable[[], None]
+    engine: Engine,
+    plan: CellPlan,
+    check: PromptCheck,
+    at_once: int,
+    end_s: float,
+    on_progress: Callable[[int, int], None],
 ) -> _Images:
     """Generate all cells of the plan for ``at_once`` prompts at a time, until the monotonic time ``end_s``."""
-    images, measures = _Images(), ImageMeasures(check)
+    images, measures, total, num_done = _Images(), ImageMeasures(check), plan.num_images, 0
 
-    def note(_: GenerationEvent) -> None:
-        on_event()
+    def note(event: GenerationEvent) -> None:
+        nonlocal num_done
+        num_done += isinstance(event, FinishedImage)
+        on_progress(num_done, total)
 
     for first in range(0, len(plan.prompts), at_once):
         if first and time.monotonic() > end_s:

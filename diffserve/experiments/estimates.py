@@ -53,7 +53,7 @@ class Measure(Enum):
         if self is Measure.EXACT:
             return f"{100 * value:.1f} %"
         if self is Measure.PSNR_DB:
-            return f"{value:.1f} dB"
+            return f"{value:.1g} dB" if 0 < abs(value) < 0.05 else f"{value:.1f} dB"
         return f"{value:.4g}" if self in PROMPT_MEASURES else f"{value:.3g}"
 
     def write_range(self, low: float, high: float) -> str:

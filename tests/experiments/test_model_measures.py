@@ -374,4 +374,10 @@ def test_values_are_written_with_their_digits() -> None:
     assert Measure.PICK_SCORE.write(21.638) == "21.64"
     assert Measure.HPS_V2.write(0.27345) == "0.2735"
     assert Measure.LPIPS.write(0.25431) == "0.254"
+    assert [Measure.PSNR_DB.write(value) for value in (34.26, 0.26, 0.026, 0.0)] == [
+        "34.3 dB",
+        "0.3 dB",
+        "0.03 dB",
+        "0.0 dB",
+    ]
     assert [measure.more_is_better for measure in MODEL_MEASURES] == [True, True, True, True, False]

@@ -32,7 +32,7 @@ from diffserve.experiments.metrics.set_distance import FeatureNetwork
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import FinishedImage, ImageRecord, RowsDone
 from diffserve.experiments.report import RESULTS
-from diffserve.experiments.run import SweepProgress, run_plan, sweep
+from diffserve.experiments.run import SweepProgress, run_plan, state_power, sweep
 from diffserve.experiments.store import PARTS
 from diffserve.settings.config import EngineConfig
 from diffserve.world.checker import EDITION
@@ -127,6 +127,15 @@ def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) 
     rows = list(csv.DictReader(io.StringIO((sweep_folder / "cells.csv").read_text(encoding="utf-8"))))
     assert [row["sampler"] for row in rows] == ["ddpm", "ddim", "dpmpp_2m"] * 2 + ["ddim"]
     assert {row["images"] for row in rows} == {"4"}
+
+
+def test_an_earlier_report_gives_deviations_or_is_said_to_have_none(sweep_folder: Path) -> None:
+    document = json.loads((sweep_folder / "report.json").read_text(encoding="utf-8"))
+    plan = msgspec.convert(document["plan"], SweepPlan)
+    assert not any("none of these" in sentence for sentence in state_power(plan, sweep_folder))
+    other = msgspec.structs.replace(plan, samplers=("heun", "lms"))
+    assert state_power(other, sweep_folder)[-1].endswith("has none of these comparisons, so deviations are assumed.")
+    assert state_power(other, sweep_folder)[:-1] == state_power(other, None)
 
 
 def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(sweep_folder: Path) -> None:

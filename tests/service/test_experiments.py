@@ -97,7 +97,7 @@ def check_files(client: Client, server: RunningServer, over: StoredExperiment) -
         answer = server.client.get(f"{PATH}/{over.id}/files/{name}")
         assert answer.status_code in (400, 404), name
     listed = client.experiments(limit=1).data[0]
-    assert (listed.id, listed.status, listed.cells) == (over.id, "completed", ())
+    assert (listed.id, listed.status, listed.cells, listed.plan) == (over.id, "completed", (), {})
     assert error_of(server.client.post(f"{PATH}/{over.id}/cancel"))["code"] == "experiment_over"
     assert client.delete_experiment(over.id)
     assert not client.delete_experiment(over.id)

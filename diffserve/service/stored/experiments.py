@@ -248,10 +248,10 @@ class ExperimentRoutes:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Order = "desc",
     ) -> Response:
-        """List the experiments of the key, page by page, without their cells."""
+        """List the experiments of the key, page by page, without their plans and cells."""
         selection = PageSelection(limit, after, order)
         return list_response(
-            await LISTINGS.run(self._experiments.page, self._owners.of(request), selection), self._object
+            await LISTINGS.run(self._experiments.page, self._owners.of(request), selection), self._listed
         )
 
     async def retrieve(self, request: Request, experiment_id: str) -> Response:
@@ -285,9 +285,7 @@ class ExperimentRoutes:
                         yield _cell_event(cell_object(experiment, cell.cell), cell.comparisons)
             if loop.time() - sent_s >= TELL_EVERY_S or status != experiment.status:
                 sent_s, status = loop.time(), experiment.status
-                state = self._object(experiment)
-                del state["plan"]  # it may have thousands of prompts
-                yield event({"type": PROGRESS, **state}, PROGRESS)
+                yield event({"type": PROGRESS, **self._listed(experiment)}, PROGRESS)
             if self._runner.is_stopping:
                 raise Draining("the server is shutting down; the experiment continues when it is back.")
             await asyncio.sleep(LOOK_EVERY_S)
@@ -377,6 +375,10 @@ class ExperimentRoutes:
             "plan": experiment.plan,
             "error": {"code": code, "message": message} if experiment.error else None,
         }
+
+    def _listed(self, experiment: Experiment) -> dict[str, Any]:
+        """Return the API's object for an experiment without its plan, which may have thousands of prompts."""
+        return {name: value for name, value in self._object(experiment).items() if name != "plan"}
 
     def _encoded(self, experiment: Experiment) -> bytes:
         return msgspec.json.encode(self._complete_object(experiment))
