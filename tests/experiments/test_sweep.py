@@ -129,13 +129,17 @@ def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) 
     assert {row["images"] for row in rows} == {"4"}
 
 
-def test_an_earlier_report_gives_deviations_or_is_said_to_have_none(sweep_folder: Path) -> None:
+def test_an_earlier_report_gives_deviations_or_is_said_to_have_none(sweep_folder: Path, tmp_path: Path) -> None:
     document = json.loads((sweep_folder / "report.json").read_text(encoding="utf-8"))
     plan = msgspec.convert(document["plan"], SweepPlan)
-    assert not any("none of these" in sentence for sentence in state_power(plan, sweep_folder))
-    other = msgspec.structs.replace(plan, samplers=("heun", "lms"))
-    assert state_power(other, sweep_folder)[-1].endswith("has none of these comparisons, so deviations are assumed.")
-    assert state_power(other, sweep_folder)[:-1] == state_power(other, None)
+    assert state_power(plan, sweep_folder)[:-1] == state_power(plan, None), "two prompts have no deviation"
+    assert state_power(plan, sweep_folder)[-1].endswith("has none of these comparisons, so deviations are assumed.")
+    for comparison in document["comparisons"]:
+        comparison["deviation"] = 0.25
+    (tmp_path / "report.json").write_text(json.dumps(document), encoding="utf-8")
+    sentences = state_power(plan, tmp_path)
+    assert any("deviation 0.2 dB)" in sentence for sentence in sentences)
+    assert not any("none of these" in sentence for sentence in sentences)
 
 
 def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(sweep_folder: Path) -> None:
