@@ -1,4 +1,4 @@
-"""UNet benchmark: ms per row, in the served form and with torch, its compiler, OpenVINO and onnxruntime.
+"""UNet benchmark: ms per row by number of rows, for the served package, eager torch, Inductor, OpenVINO, onnxruntime.
 
     python benchmarks/bench_unet.py
     python benchmarks/bench_unet.py --rows 1,2 --arms torch,ours,openvino-bf16 --rounds 2

@@ -39,7 +39,7 @@ PLAIN = EngineConfig(compile="off")
 """Packages in the cache folder round otherwise, and other programs make them."""
 
 
-def params_by_name() -> dict[str, DiffusionParams]:
+def labeled_params() -> dict[str, DiffusionParams]:
     """Return the parameters by label: every sampler, spacing and sigma schedule, and other options that change rows."""
     params = {name: DiffusionParams(sampler=name, num_steps=NUM_STEPS) for name in schedulers.SAMPLERS}
     for spacing in schedulers.SPACINGS:
@@ -114,7 +114,7 @@ def further_digests(folder: Path) -> dict[str, str]:
 def digests(model: str) -> dict[str, str]:
     """Return the digests by label of ``model``: each request of one batch, then variations of the first image."""
     engine = Engine.from_pretrained(model, config=PLAIN)
-    params_by_label = params_by_name()
+    params_by_label = labeled_params()
     requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=params) for params in params_by_label.values()]
     results = engine.generate(requests)
     first = results[0].image

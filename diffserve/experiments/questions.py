@@ -158,7 +158,7 @@ class _Questions:
         return f"{NOT_DISTINGUISHABLE} from"
 
     def _first_not_behind(self, fewer: Sequence[Cell], most_steps: Cell, margin: float) -> Cell | None:
-        """Return the first cell that, like all after it, is behind ``most`` by certainly less than ``margin``."""
+        """Return the first cell that, like all after it, is behind ``most_steps`` by certainly less than ``margin``."""
         first = None
         for cell in reversed(fewer):
             judged = judge_difference(self._analysis, {cell: 1, most_steps: -1}, Measure.EXACT)

@@ -185,16 +185,16 @@ def state_power(plan: SweepPlan, previous: Path | None) -> list[str]:
     deviations = {} if previous is None else read_deviations(previous, num_seeds)
     names = cell_names(plan.cells)
     measures = [Measure(name) for name in plan.detect]
-    pairs = {pair for pair in plan.comparisons if any((*pair, name) in deviations for name in plan.detect)}
-    unused = [f"{str(previous)!r} has none of these comparisons, so deviations are assumed."]
     comparisons = [
         (f"{names[cell]} against {names[baseline]}", measure, deviations.get((cell, baseline, measure.value)))
         for cell, baseline in plan.comparisons
         for measure in measures
         if is_comparable(cell, baseline, measure)
     ]
-    power = describe_power(comparisons, len(plan.prompts), num_seeds, plan.detect)
-    return [*power, *(unused if previous is not None and plan.comparisons and not pairs else ())]
+    power = list(describe_power(comparisons, len(plan.prompts), num_seeds, plan.detect))
+    if previous is not None and comparisons and all(deviation is None for *_, deviation in comparisons):
+        power.append(f"{str(previous)!r} has none of these comparisons, so deviations are assumed.")
+    return power
 
 
 def _power_of(plan: SweepPlan, num_seeds: int, comparisons: Iterable[Comparison]) -> Iterator[str]:

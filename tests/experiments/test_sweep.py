@@ -129,7 +129,7 @@ def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) 
     assert {row["images"] for row in rows} == {"4"}
 
 
-def test_an_earlier_report_gives_deviations_or_is_said_to_have_none(sweep_folder: Path, tmp_path: Path) -> None:
+def test_power_uses_the_deviations_of_an_earlier_report(sweep_folder: Path, tmp_path: Path) -> None:
     document = json.loads((sweep_folder / "report.json").read_text(encoding="utf-8"))
     plan = msgspec.convert(document["plan"], SweepPlan)
     assert state_power(plan, sweep_folder)[:-1] == state_power(plan, None), "two prompts have no deviation"
