@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from diffserve.api.bounds import check
@@ -33,9 +32,6 @@ _TOKEN: Final = re.compile(
 _NETWORK: Final = re.compile(r"<\w+:[^<>]+>")
 _BREAK: Final = re.compile(r"(?<!\\)\bBREAK\b")
 _ESCAPED_WORD: Final = re.compile(r"\\(BREAK|AND)\b")
-_AND: Final = re.compile(r"(?<!\\)\bAND\b")
-_STEP_MARK: Final = re.compile(r"\\.|[\[\]()|:]", re.DOTALL)
-_STEP_NUMBER: Final = re.compile(r":\s{0,9}[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})\s{0,9}\]")
 
 
 def in_a1111(text: str, syntax: str) -> str:
@@ -130,44 +126,11 @@ def encoded_text(prompt: str) -> str:
 def unserved_constructs(prompt: str, *, is_negative: bool = False) -> list[str]:
     """Return a warning for each kind of A1111 construct in ``prompt`` that is not supported.
 
-    ``AND`` in a negative prompt is a word in A1111 as well.
+    These are tags of other networks than LoRAs.
     """
     name = "negative prompt" if is_negative else "prompt"
-    constructs = [
-        (_step_brackets(prompt), "is not supported (prompt editing); it was read as words in square brackets."),
-        (filter(_NETWORK.fullmatch, _TOKEN.findall(prompt)), "was ignored; only LoRAs are supported in the prompt."),
-        ([] if is_negative else _AND.findall(prompt), "is not supported (prompt composition); it was read as a word."),
-    ]
-    quoted = [(_quoted(parts), effect) for parts, effect in constructs]
-    return [f"{parts} in the {name} {effect}" for parts, effect in quoted if parts]
-
-
-def _step_brackets(prompt: str) -> list[str]:
-    """Return the beginnings of prompt-editing parts such as ``[cat:dog:0.5]`` and ``[cat|dog]``, innermost first."""
-    frames: list[_OpenBracket] = []
-    parts: list[str] = []
-    for match in _STEP_MARK.finditer(prompt):
-        mark, place = match[0], match.start()
-        if mark in "[(":
-            frames.append(_OpenBracket(mark, place))
-        elif frames and mark == "|":
-            frames[-1].has_bar = True
-        elif frames and mark == ":":
-            frames[-1].last_colon = place
-        elif frames and frames[-1].mark + mark in ("[]", "()"):
-            frame = frames.pop()
-            has_number = bool(_STEP_NUMBER.match(prompt, frame.last_colon, place + 1))
-            if mark == "]" and (frame.has_bar or has_number):
-                parts.append(prompt[frame.start : min(place + 1, frame.start + MOST_NAMED_CHARS)])
-    return parts
-
-
-@dataclass
-class _OpenBracket:
-    mark: str
-    start: int
-    has_bar: bool = False
-    last_colon: int = 0
+    tags = _quoted(filter(_NETWORK.fullmatch, _TOKEN.findall(prompt)))
+    return [f"{tags} in the {name} was ignored; only LoRAs are supported in the prompt."] if tags else []
 
 
 def _quoted(parts: Iterable[str]) -> str:

@@ -25,11 +25,11 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import restore_outside_mask
-from diffserve.engine.image.task import GenerationSettings
+from diffserve.engine.image.task import GenerationSettings, texts_of
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
-from diffserve.runtime.text.transferred_encodings import to_value
+from diffserve.runtime.text.transferred_encodings import EncodingTable, to_value
 
 HOLLOW: Final = {
     "all": frozenset[str](),
@@ -192,16 +192,21 @@ class EncodingStage(StageQueue[GenerationRequest]):
 def encode(engine: Engine, request: GenerationRequest, settings: GenerationSettings, reading: TextReading) -> Encodings:
     """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
     runner = engine.runners
-    texts = request.prompt, request.negative_prompt if settings.guided.any() else None
-    base = runner.conditioner.export_encodings(*texts, reading)
-    prompts = [text or "" for text in texts]
+    pairs = texts_of(request, settings)
+    if len(pairs) > 1:
+        pairs = (*pairs, ("", None))  # the padding of shorter texts
+    base: EncodingTable = {}
+    for pair in pairs:
+        base |= runner.conditioner.export_encodings(*pair, reading)
+    prompts = [text or "" for pair in pairs for text in pair]
     if settings.controlnets:  # they take embeddings
         base |= engine.model.text.export_encodings(prompts, reading)
     if settings.similarity_threshold is not None:
         base |= engine.model.text.export_encodings(prompts[:1], AS_TRAINED)
-    refiner = {}
+    refiner: EncodingTable = {}
     if settings.switch_row is not None and runner.refiner is not None:
-        refiner = runner.refiner.conditioner.export_encodings(*texts, TextReading(clip_skip=settings.clip_skip))
+        for pair in pairs:
+            refiner |= runner.refiner.conditioner.export_encodings(*pair, TextReading(clip_skip=settings.clip_skip))
     parts = [{name: to_value(tensor) for name, tensor in part.items()} for part in (base, refiner)]
     return Encodings(base=parts[0], refiner=parts[1])
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from diffserve.api.embedding_types import Embedded
 from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
 from diffserve.api.pace import Pace
+from diffserve.api.prompt_schedule import num_parts
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
 from diffserve.api.sizes import row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
@@ -359,7 +360,9 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
     cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
-    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=1 + (scale > 1.0), row_cost=cost)
+    parts = num_parts(request.prompt)
+    rows = parts + (scale > 1.0 or parts > 1)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=rows, row_cost=cost)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
     return request.num_painted * num_steps * evaluations_per_step * step * row
 

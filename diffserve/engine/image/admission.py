@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, NoiseSource
+from diffserve.api.prompt_schedule import num_parts
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
 from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.caches import SKIPS
+from diffserve.engine.image.prompt_steps import PromptSchedule, schedule_prompts
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
@@ -144,7 +146,10 @@ class ImageAdmission:
             sampler_digest = learned.digest
             warnings += check_learned(params, learned.sampler, strength, scale)
         rows = self._row_settings(params, num_steps, strength, scale)
-        table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
+        table, switch = rows["table"], rows["switch_row"]
+        prompts = schedule_prompts(request, table, is_guided=rows["guided"].any() or num_parts(request.prompt) > 1)
+        rows |= self._composed(prompts, params, rows, scale)
+        guided = rows["guided"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
             warnings += (
                 f"guidance_interval has no effect on {info.model_id}, which takes the guidance scale as an input.",
@@ -201,6 +206,34 @@ class ImageAdmission:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
         return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _composed(
+        self, prompts: PromptSchedule | None, params: DiffusionParams, rows: Mapping[str, Any], scale: float
+    ) -> dict[str, Any]:
+        """Return the row settings that ``prompts`` changes: with AND all rows are guided, by 1 where guidance is off.
+
+        Raises:
+            InvalidRequest: The model or another field does not allow such a prompt.
+        """
+        if prompts is None:
+            return {}
+        threshold = params.similarity_threshold
+        alone = (
+            f"similarity_threshold is {threshold}; it cannot be combined with prompt editing, alternation or AND: "
+            "leave it out, or give the prompt without them."
+        )
+        check(threshold is None, alone, "similarity_threshold")
+        if not prompts.is_composed:
+            return {"prompts": prompts}
+        no_rows = (
+            f"the prompt has {len(prompts.weights)} parts joined by AND; {self.info.model_id} has no unconditional "
+            r"row, which they are combined with: give one part, or write \AND for the word."
+        )
+        check(not self.info.embeds_guidance, no_rows, "prompt")
+        guided = np.ones_like(rows["guided"])
+        full = full_rows(guided, params.cache_interval, rows["switch_row"])
+        guidance_at = tuple(scale if is_guided else 1.0 for is_guided in rows["guided"].tolist())
+        return {"prompts": prompts, "guided": guided, "full": full, "guidance_at": guidance_at}
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         prefix = f"similarity_threshold is {threshold:g}; "

@@ -74,7 +74,7 @@ class ImageBatch:
         indices = [*(task.slot for task in tasks), *(row.image for row in unet_rows), *drawing]
         packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
         for row, task in zip(packed, tasks, strict=True):
-            row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
+            row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.guidance_now
         slots, owners, places = send(torch.tensor(indices), pool.device).split(sizes)
         rows = send(torch.from_numpy(packed), pool.device)
         x, history = pool.gather(tasks[0].loaded_state.shape, slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import Picture
 from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.caches import LatentCache, skip_of
+from diffserve.engine.image.prompt_steps import TextPair
 from diffserve.engine.image.state import (
     ActiveControl,
     ImageState,
@@ -23,9 +24,10 @@ from diffserve.engine.image.state import (
     NoiseStream,
     RefinerInputs,
     Variation,
+    close_all,
     draw_noise,
 )
-from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
+from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask, texts_of
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
@@ -78,7 +80,7 @@ class Preparer:
         self._take_over([task.live.request.encodings for task in tasks])
         try:
             plain_tasks = [task for task in tasks if not task.settings.loras and task.settings.clip_skip == 1]
-            self.conditioner.precompute(self._texts(task) for task in plain_tasks)
+            self.conditioner.precompute(pair for task in plain_tasks for pair in self._texts(task))
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
@@ -109,8 +111,8 @@ class Preparer:
         """
         settings = task.settings
         loras = self.loras.take(settings.loras, task.live.lora_loading) if settings.loras else None
-        conditioning = self.conditioner.condition(
-            *self._texts(task),
+        conditionings = self.conditioner.condition_all(
+            self._texts(task),
             width_px=settings.width_px,
             height_px=settings.height_px,
             reading=TextReading(loras, settings.clip_skip),
@@ -118,18 +120,18 @@ class Preparer:
         refined = None
         try:
             controls = tuple(self._controls(task))
-            texts = self._embeddings(task, conditioning, loras) if controls else None
+            texts = self._embeddings(task, conditionings, loras) if controls else ()
             refined = None if settings.switch_row is None else self._refined(task)
-            task.state = self._start_state(task, conditioning)
+            task.state = self._start_state(task, conditionings)
             task.state.controls, task.state.texts = controls, texts
         except BaseException:
-            conditioning.close()
+            close_all(conditionings)
             if refined is not None:
-                refined.conditioning.close()
+                close_all(refined.conditionings)
             raise
         task.state.loras, task.state.refined = loras, refined
         task.state.time_ids = self._time_ids(task, self.model)
-        group = self._group(task, self.conditioner, conditioning)
+        group = self._group(task, self.conditioner, conditionings[0])
         if task.settings.switch_row == 0:
             return task.switch()
         return group._replace(lora_rank=loras.rank if loras else 0)
@@ -144,14 +146,14 @@ class Preparer:
         """Return the conditioning of the refiner. Raises PoolBusy."""
         assert self.refiner is not None
         settings, model = task.settings, self.refiner.model
-        conditioning = self.refiner.condition(
-            *self._texts(task),
+        conditionings = self.refiner.condition_all(
+            self._texts(task),
             width_px=settings.width_px,
             height_px=settings.height_px,
             reading=TextReading(clip_skip=settings.clip_skip),
         )
-        task.refined_group = self._group(task, self.refiner, conditioning)._replace(is_refined=True)
-        return RefinerInputs(conditioning, self._time_ids(task, model))
+        task.refined_group = self._group(task, self.refiner, conditionings[0])._replace(is_refined=True)
+        return RefinerInputs(conditionings, self._time_ids(task, model))
 
     @staticmethod
     def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
@@ -174,22 +176,23 @@ class Preparer:
             hint = network.hint((torch.tensor(pixels).float() / 255.0).movedim(2, 0))  # of (3, H, W)
             yield ActiveControl(network, hint, control.scale)
 
-    def _embeddings(self, task: ImageTask, conditioning: AnyConditioning, loras: LoRASet | None) -> Conditioning:
+    def _embeddings(
+        self, task: ImageTask, conditionings: Sequence[AnyConditioning], loras: LoRASet | None
+    ) -> tuple[Conditioning, ...]:
         """Return text embeddings for ControlNets, encoded again where the UNet reads pages."""
-        if isinstance(conditioning, Conditioning):
-            return conditioning
-        prompt, negative = self._texts(task)
+        plain = tuple(each for each in conditionings if isinstance(each, Conditioning))
+        if plain:
+            return plain
         settings = task.settings
         size = {"width_px": settings.width_px, "height_px": settings.height_px}
-        return self.model.text.encode(prompt, negative or "", **size, reading=TextReading(loras, settings.clip_skip))
+        return self.model.text.encode_all(self._texts(task), **size, reading=TextReading(loras, settings.clip_skip))
 
     @staticmethod
-    def _texts(task: ImageTask) -> tuple[str, str | None]:
-        """Prompt and negative prompt, ``None`` for images without guidance."""
-        request = task.live.request
-        return request.prompt, request.negative_prompt if task.settings.guided.any() else None
+    def _texts(task: ImageTask) -> tuple[TextPair, ...]:
+        """Return the texts of ``task``, pairs of prompt and negative prompt."""
+        return texts_of(task.live.request, task.settings)
 
-    def _start_state(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
+    def _start_state(self, task: ImageTask, conditionings: tuple[AnyConditioning, ...]) -> ImageState:
         """Create the image state and write its start latent to its slot."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
@@ -199,7 +202,7 @@ class Preparer:
         if task.variation_seed is not None:
             other = NoiseStream.of(task.variation_seed, settings.noise_source)
             variation = Variation(other, settings.variation_strength)
-        state = ImageState(conditioning, stream, shape, variation)
+        state = ImageState(conditionings, stream, shape, variation)
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":

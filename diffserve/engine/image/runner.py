@@ -198,11 +198,14 @@ class ImageRunner:
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
         """Raise if a page is lost, or held for images that are not ``in_flight``."""
         active = [task for task in in_flight if task.state is not None]
-        num_switched = sum(task.group is not None and task.group.is_refined for task in active)
-        self.conditioner.check_integrity(len(active) - num_switched)
+        num_open = [0, 0]  # of the base model, then of the refiner
+        for task in active:
+            state = task.loaded_state
+            num_open[task.group is not None and task.group.is_refined] += len(state.conditionings)
+            num_open[1] += 0 if state.refined is None else len(state.refined.conditionings)
+        self.conditioner.check_integrity(num_open[0])
         if self.refiner is not None:
-            num_ready = sum(task.loaded_state.refined is not None for task in active)
-            self.refiner.conditioner.check_integrity(num_switched + num_ready)
+            self.refiner.conditioner.check_integrity(num_open[1])
 
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
         """Return the group of most images of this size: prompts of one window."""
@@ -386,19 +389,50 @@ class ImageRunner:
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
-    """Return the guided outputs (B, C, h, w) of the rows' outputs (num_rows, C, h, w)."""
+    """Return the guided outputs (B, C, h, w) of the rows' outputs (num_rows, C, h, w).
+
+    An image with the parts i of weights w_i has the conditional output uncond + sum of w_i (cond_i - uncond), as in Liu
+    et al. 2022 (arXiv 2206.01714).
+    """
     num_cond = batch.num_rows - len(batch.guided)
     cond = output[:num_cond]
     if not batch.guided:
         return cond
+    is_composed = num_cond > len(batch.tasks)
+    parts = cond
+    if is_composed:
+        firsts = [row for row, (_, part, _) in enumerate(batch.unet_rows[:num_cond]) if part == 0]
+        cond = parts.index_select(0, send(torch.tensor(firsts), parts.device))
     uncond = cond.clone()
     uncond.index_copy_(0, batch.owners[num_cond:], output[num_cond:])
+    if is_composed:
+        compose(batch, parts, cond, uncond)
     guided = guide(uncond, cond, batch.guidance)
     for place in batch.guided:
         share = batch.tasks[place].settings.guidance_rescale
         if share:
             guided[place] = rescale_guided(guided[place], cond[place], share)
     return guided
+
+
+def compose(batch: ImageBatch, parts: Tensor, cond: Tensor, uncond: Tensor) -> None:
+    """Write the composed outputs of images with several parts to ``cond`` (B, C, h, w).
+
+    Args:
+        batch: The images.
+        parts: Outputs (N, C, h, w) of all conditional rows.
+        cond: Outputs of the first parts.
+        uncond: Unconditional outputs (B, C, h, w).
+    """
+    rows_of_image: dict[int, list[int]] = {}
+    for row, (image, _, _) in enumerate(batch.unet_rows[: len(parts)]):
+        rows_of_image.setdefault(image, []).append(row)
+    for image, rows in rows_of_image.items():
+        if len(rows) > 1:
+            total = uncond[image].clone()
+            for weight, row in zip(batch.tasks[image].weights, rows, strict=True):
+                total += weight * (parts[row] - uncond[image])
+            cond[image] = total
 
 
 def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
@@ -423,10 +457,12 @@ def _store_weights(model: DiffusionModel, config: EngineConfig) -> None:
 def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
     """Return the groups of the extra calls of an image with ControlNets: its controlled rows and each ControlNet."""
     texts = task.loaded_state.texts
-    if texts is None:
+    if not texts:
         return []
     digests = dict.fromkeys(control.network.digest for control in task.loaded_state.controls)
-    control_calls = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
+    control_calls = [
+        GroupKey(group.height_px, group.width_px, texts[0].num_tokens, control=digest) for digest in digests
+    ]
     return [group._replace(is_controlled=True), *control_calls]
 
 

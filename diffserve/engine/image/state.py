@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -71,9 +71,9 @@ class Health:
 
 @dataclass(frozen=True)
 class RefinerInputs:
-    """Conditioning and time ids for the refiner's UNet."""
+    """Conditioning of each of the image's texts, and time ids, for the refiner's UNet."""
 
-    conditioning: AnyConditioning
+    conditionings: tuple[AnyConditioning, ...]
     time_ids: Tensor | None
 
 
@@ -107,7 +107,8 @@ class ImageState:
     """State of one image while it has a slot.
 
     Attributes:
-        conditioning: Conditioning of the UNet that evaluates the image now.
+        conditionings: Conditioning of each of the image's texts (``task.texts_of``), for the UNet that evaluates the
+            image now.
         stream: Noise of the image's seed.
         shape: (C, h, w) of the latent.
         variation: Noise to rotate toward, or ``None``.
@@ -119,12 +120,12 @@ class ImageState:
         time_ids: (2, 6) sizes for the conditional and the unconditional row that replace the image's size; (2, 5) for
             SDXL's refiner.
         controls: ControlNets of the request, in its order.
-        texts: Prompt embeddings for ControlNets, ``None`` without ControlNets.
+        texts: Embeddings of each of the image's texts for ControlNets; empty without ControlNets.
         features: Features (F, h, w) of the latest full call for shallow calls, by part and view of the row.
         refined: Inputs of the refiner, until the image switches to it.
     """
 
-    conditioning: AnyConditioning
+    conditionings: tuple[AnyConditioning, ...]
     stream: NoiseStream
     shape: tuple[int, int, int]
     variation: Variation | None = None
@@ -135,7 +136,7 @@ class ImageState:
     loras: LoRASet | None = None
     time_ids: Tensor | None = None
     controls: tuple[ActiveControl, ...] = ()
-    texts: Conditioning | None = None
+    texts: tuple[Conditioning, ...] = ()
     features: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
 
@@ -157,16 +158,22 @@ class ImageState:
     def switch(self) -> None:
         """Switch to the refiner's UNet, and release the base model's conditioning and adapters."""
         assert self.refined is not None
-        self.conditioning.close()
+        close_all(self.conditionings)
         self.features.clear()
-        self.conditioning, self.time_ids = self.refined.conditioning, self.refined.time_ids
+        self.conditionings, self.time_ids = self.refined.conditionings, self.refined.time_ids
         self.loras = self.refined = None
 
     def close(self) -> None:
         """Release the pages of the conditioning."""
-        self.conditioning.close()
+        close_all(self.conditionings)
         if self.refined is not None:
-            self.refined.conditioning.close()
+            close_all(self.refined.conditionings)
+
+
+def close_all(conditionings: Iterable[AnyConditioning]) -> None:
+    """Release the pages of all ``conditionings``."""
+    for conditioning in conditionings:
+        conditioning.close()
 
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:

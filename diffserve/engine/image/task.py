@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
 from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
+from diffserve.engine.image.prompt_steps import PromptSchedule, TextPair
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
 
@@ -79,6 +80,9 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
+        prompts: Texts by step, for prompts with editing, alternation or AND; ``None`` for others.
+        guidance_at: Guidance scale of each table row, for a prompt with AND, whose rows are all guided; empty for
+            others.
     """
 
     width_px: int
@@ -96,6 +100,8 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     sampler_digest: str = ""
     controlled: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
+    prompts: PromptSchedule | None = None
+    guidance_at: tuple[float, ...] = ()
 
     @cached_property
     def num_rows(self) -> int:
@@ -110,7 +116,8 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     @cached_property
     def parts_at(self) -> tuple[tuple[int, ...], ...]:
         """Parts of the conditioning that table row i evaluates: conditional ones from 0, and ``UNCOND`` if guided."""
-        return tuple((0, UNCOND) if guided else (0,) for guided in self.guided.tolist())
+        parts = (0,) if self.prompts is None else tuple(range(len(self.prompts.weights)))
+        return tuple((*parts, UNCOND) if guided else parts for guided in self.guided.tolist())
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
@@ -313,6 +320,25 @@ class ImageTask:
         return self.settings.parts_at[self.row_index]
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the conditional parts; (1.0,) for a prompt without AND."""
+        prompts = self.settings.prompts
+        return (1.0,) if prompts is None else prompts.weights
+
+    @property
+    def guidance_now(self) -> float:
+        """Guidance scale of the next row."""
+        settings = self.settings
+        return settings.guidance_at[self.row_index] if settings.guidance_at else settings.guidance_scale
+
+    def text_of(self, part: int) -> int:
+        """Return the index in ``texts`` of the text that ``part`` reads in the next row."""
+        prompts = self.settings.prompts
+        if prompts is None:
+            return 0
+        return prompts.uncond_at[self.row_index] if part == UNCOND else prompts.cond_at[self.row_index][part]
+
+    @property
     def rows_now(self) -> int:
         """UNet rows of the next tick of this image, one for each part."""
         return self.settings.rows_at[self.row_index]
@@ -350,6 +376,13 @@ class ImageTask:
         """Whether the next row completes a step (a step of heun takes two rows)."""
         steps = self.table.step_of_row
         return self.is_last_row or steps[self.row_index + 1] != steps[self.row_index]
+
+
+def texts_of(request: GenerationRequest, settings: GenerationSettings) -> tuple[TextPair, ...]:
+    """Return all texts that an image of ``request`` reads: pairs of prompt and negative prompt."""
+    if settings.prompts is not None:
+        return settings.prompts.pairs
+    return ((request.prompt, request.negative_prompt if settings.guided.any() else None),)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,12 @@ TIMESTEP = COLUMNS.index("timestep")
 
 
 class RowInputs(NamedTuple):
-    """An image and the part and view of one of its UNet rows (``BatchRow``), which select the row's conditioning."""
+    """An image, the part and view of one of its UNet rows (``BatchRow``), and the index of the text that it reads."""
 
     task: ImageTask
     part: int
     view: int = 0
+    text: int = 0
 
 
 class Stack(NamedTuple):
@@ -264,7 +265,7 @@ class UNetCaller:
         inputs = [row_inputs(batch, row) for row in rows]
         features = None
         if group.is_shallow:
-            row_features = [task.loaded_state.features[part, view] for task, part, view in inputs]
+            row_features = [task.loaded_state.features[part, view] for task, part, view, _ in inputs]
             features = torch.stack([*row_features, *row_features[-1:] * (bucket - len(rows))])
         added = None
         if residuals is not None:
@@ -287,7 +288,7 @@ class UNetCaller:
                 kept_features=features_of_call,
             )
         for kept_of_rows in features_of_call or ():
-            for place, (task, part, view) in enumerate(inputs):
+            for place, (task, part, view, _) in enumerate(inputs):
                 if task.keeps_features:
                     task.loaded_state.features[part, view] = kept_of_rows[place].clone()
         labels = tuple(batch.label(row) for row in rows)
@@ -356,14 +357,15 @@ def _padded(rows: range, bucket: int) -> list[int]:
 
 
 def row_inputs(batch: ImageBatch, row: int) -> RowInputs:
-    """Return the image, part and view of UNet row ``row``."""
+    """Return the inputs of UNet row ``row``."""
     image, part, view = batch.unet_rows[row]
-    return RowInputs(batch.tasks[image], part, view)
+    task = batch.tasks[image]
+    return RowInputs(task, part, view, task.text_of(part))
 
 
 def stack_conditioning(rows: Sequence[RowInputs], conditioner: Conditioner, spare: Tensor | None = None) -> Stack:
     """Stack the conditioning of ``rows``. ``spare`` is a buffer that ``RowLoRAs`` may reuse."""
-    texts = [ConditioningRow(row.task.loaded_state.conditioning, row.part == UNCOND) for row in rows]
+    texts = [ConditioningRow(row.task.loaded_state.conditionings[row.text], row.part == UNCOND) for row in rows]
     loras = [row.task.loaded_state.loras for row in rows if row.task.loaded_state.loras is not None]
     return Stack(
         conditioner.contexts(texts),
@@ -393,12 +395,13 @@ def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
     that has a ControlNet twice gets two calls.
     """
     rows_of_call: dict[tuple[str, int, int], list[ControlledRow]] = {}
-    for row, (image, part, view) in enumerate(batch.unet_rows):
-        task = batch.tasks[image]
-        texts = task.loaded_state.texts
-        assert texts is not None
+    for row, (image, part, _) in enumerate(batch.unet_rows):
+        inputs = row_inputs(batch, row)
+        task, time_ids = inputs.task, _time_ids(inputs)
+        texts = task.loaded_state.texts[inputs.text] if task.controls_now else None
+        if texts is None:
+            continue
         is_uncond, times = part == UNCOND, Counter[str]()
-        time_ids = _time_ids(RowInputs(task, part, view))
         contexts, pooled = (texts.uncond, texts.pooled_uncond) if is_uncond else (texts.cond, texts.pooled_cond)
         for place in task.controls_now:
             control = task.loaded_state.controls[place]
@@ -411,7 +414,7 @@ def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
 
 def _time_ids(row: RowInputs) -> Tensor | None:
     state = row.task.loaded_state
-    return state.conditioning.time_ids if state.time_ids is None else state.time_ids[int(row.part == UNCOND)]
+    return state.conditionings[0].time_ids if state.time_ids is None else state.time_ids[int(row.part == UNCOND)]
 
 
 def _guidance(rows: Sequence[RowInputs], model: DiffusionModel) -> Tensor | None:

@@ -80,8 +80,22 @@ class PlainConditioner:
 
         Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
         """
-        text = self.model.text
-        return text.encode(prompt, negative or "", width_px=width_px, height_px=height_px, reading=reading)
+        pairs = ((prompt, negative),)
+        return self.condition_all(pairs, width_px=width_px, height_px=height_px, reading=reading)[0]
+
+    def condition_all(
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> tuple[Conditioning, ...]:
+        """Return the conditioning of each pair of prompt and negative prompt of one image, all of one length.
+
+        Raises InvalidRequest.
+        """
+        return self.model.text.encode_all(pairs, width_px=width_px, height_px=height_px, reading=reading)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return the last text encoder's pooled output (P,) for each of ``windows``. May raise PoolBusy."""
@@ -130,7 +144,7 @@ class PagedConditioner(PromptPages):
         self.model = model
         self.mixes_lengths = not is_exact
         self.tenants: tuple[str, ...] = tuple(spec.tenant for spec in self.specs)
-        self._waiting: tuple[tuple[str, str | None, bytes, int], int] | None = None
+        self._waiting: tuple[tuple[tuple[tuple[str, str | None], ...], bytes, int], int] | None = None
 
     def condition(
         self,
@@ -141,16 +155,28 @@ class PagedConditioner(PromptPages):
         height_px: int,
         reading: TextReading = AS_TRAINED,
     ) -> PagedConditioning:
-        """Open the pages of one image; as ``PlainConditioner.condition``.
+        """Open the pages of one image; as ``PlainConditioner.condition``."""
+        pairs = ((prompt, negative),)
+        return self.condition_all(pairs, width_px=width_px, height_px=height_px, reading=reading)[0]
 
-        A prompt that was refused is not tried again until more pages are available than then.
+    def condition_all(
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> tuple[PagedConditioning, ...]:
+        """Open the pages of one image; as ``PlainConditioner.condition_all``.
+
+        An image that was refused is not tried again until more pages are available than then.
         """
-        texts = prompt, negative, reading.adapters, reading.clip_skip
+        texts = tuple(pairs), reading.adapters, reading.clip_skip
         if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
             raise PoolBusy("no page became free since the last attempt.")
         self._waiting = None
         try:
-            return super().condition(prompt, negative, width_px=width_px, height_px=height_px, reading=reading)
+            return super().condition_all(pairs, width_px=width_px, height_px=height_px, reading=reading)
         except PoolBusy:
             self._waiting = texts, self.pool.num_available
             raise

@@ -20,6 +20,7 @@ from diffserve.runtime.text.prompt import (
     Chunk,
     SpecialTokens,
     Window,
+    check_total_chunks,
     chunk_prompt,
     chunk_tokens,
     negative_prompt_errors,
@@ -208,12 +209,13 @@ class TextEncoderRunner:
         width_px: int,
         height_px: int,
         reading: TextReading = AS_TRAINED,
+        least_chunks: int = 1,
     ) -> Conditioning:
-        """Embeddings of ``prompt`` and ``negative``, padded to the same number of chunks.
+        """Embeddings of ``prompt`` and ``negative``, padded to the same number of chunks, at least ``least_chunks``.
 
         Raises InvalidRequest for a prompt that is too long or weighted beyond measure.
         """
-        num_chunks = self.count_chunks(prompt)
+        num_chunks = max(least_chunks, self.count_chunks(prompt))
         with negative_prompt_errors():
             num_chunks = max(num_chunks, self.count_chunks(negative))
         cond, pooled_cond = self._encode_padded(prompt, num_chunks, reading)
@@ -226,6 +228,29 @@ class TextEncoderRunner:
         key = _hash(self.digest, prompt, negative, f"{width_px}x{height_px}" if self.is_sdxl else "", way)
         time_ids = self.time_ids(width_px, height_px)
         return Conditioning(key, cond, uncond, pooled_cond, pooled_uncond, time_ids)
+
+    def encode_all(
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> tuple[Conditioning, ...]:
+        """Encode pairs of prompt and negative prompt of one image, all padded to the same number of chunks.
+
+        Raises InvalidRequest as ``encode`` does, and for too many chunks in all.
+        """
+        num_chunks = 1
+        if len(pairs) > 1:
+            counts = [self.count_chunks(text) for text in {text for pair in pairs for text in pair if text}]
+            check_total_chunks(sum(counts), self.window_tokens)
+            num_chunks = max([1, *counts])
+        size = {"width_px": width_px, "height_px": height_px}
+        return tuple(
+            self.encode(prompt, negative or "", **size, reading=reading, least_chunks=num_chunks)
+            for prompt, negative in pairs
+        )
 
     @torch.inference_mode()
     def embedding(self, text: str) -> torch.Tensor:

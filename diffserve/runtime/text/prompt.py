@@ -19,6 +19,8 @@ from diffserve.api.prompt_syntax import Piece
 from diffserve.runtime.kv import salt_of
 
 MAX_CHUNKS = 32
+MAX_TOTAL_CHUNKS = 64
+"""Chunks of all texts of an image with prompt editing, alternation or AND."""
 COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75
 Token = tuple[int, float]
 
@@ -85,6 +87,16 @@ def chunk_tokens(
     if len(bodies) > MAX_CHUNKS:
         raise _too_long(window_tokens - 2, "the text")
     return [(_seal(body, special, window_tokens).ids, len(body)) for body in bodies]
+
+
+def check_total_chunks(count: int, window_tokens: int) -> None:
+    """Raise InvalidRequest if the texts of an image that changes its prompt have more than MAX_TOTAL_CHUNKS chunks."""
+    if count > MAX_TOTAL_CHUNKS:
+        message = (
+            f"the texts of the prompts over all steps and parts need {count} chunks of {window_tokens - 2} tokens; at "
+            f"most {MAX_TOTAL_CHUNKS} are allowed: shorten them, or use fewer of them."
+        )
+        raise InvalidRequest(message, param="prompt", code="string_above_max_length")
 
 
 @contextmanager

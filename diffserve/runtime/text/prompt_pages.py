@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from cachetools import LRUCache
@@ -31,7 +32,7 @@ from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, weigh
 from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, ImageSpecs, PagedTextEncoder, WindowBatches, segments
-from diffserve.runtime.text.prompt import Chunk, Window, WindowName, negative_prompt_errors
+from diffserve.runtime.text.prompt import Chunk, Window, WindowName, check_total_chunks, negative_prompt_errors
 from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
@@ -133,15 +134,28 @@ class PromptPages:
         height_px: int,
         reading: TextReading = AS_TRAINED,
     ) -> PagedConditioning:
-        """Open pages of ``prompt`` and, unless ``None``, of ``negative``, with the same number of windows.
+        """Open pages of ``prompt`` and, unless ``None``, of ``negative``; see ``condition_all``."""
+        pairs = ((prompt, negative),)
+        return self.condition_all(pairs, width_px=width_px, height_px=height_px, reading=reading)[0]
+
+    @torch.inference_mode()
+    def condition_all(
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> tuple[PagedConditioning, ...]:
+        """Open pages of pairs of prompt and negative prompt of one image, all with the same number of windows.
 
         Raises:
-            InvalidRequest: A prompt is too long or has too large weights.
+            InvalidRequest: A prompt is too long or has too large weights, or all together are too long.
             PoolTooSmall: The pages can never fit into the pool.
             PoolBusy: The pages do not fit now. No pages are held then; what was computed stays cached.
         """
-        cond, uncond = self._read(prompt, negative, reading)
-        need = self.num_pages((*cond, *uncond))
+        read = self._read_all(pairs, reading)
+        need = self.num_pages([window for texts in read for windows in texts for window in windows])
         if need > self.pool.num_pages:
             raise PoolTooSmall(
                 f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
@@ -151,21 +165,20 @@ class PromptPages:
         tables: list[PageTable] = []
         try:
             with reading_with(reading):
-                for window in (*cond, *uncond):
-                    tables.append(self._open(window))
-                pooled_cond, pooled_uncond = self._pooled_of(cond), self._pooled_of(uncond)
+                for cond, uncond in read:
+                    for window in (*cond, *uncond):
+                        tables.append(self._open(window))
+                pooled = [(self._pooled_of(cond), self._pooled_of(uncond)) for cond, uncond in read]
         except BaseException:
             self._close(tables)
             raise
-        self.num_open += 1
-        return PagedConditioning(
-            self,
-            tuple(tables[: len(cond)]),
-            tuple(tables[len(cond) :]),
-            pooled_cond,
-            pooled_uncond,
-            self.text.time_ids(width_px, height_px),
-        )
+        self.num_open += len(read)
+        tables_left, time_ids = iter(tables), self.text.time_ids(width_px, height_px)
+        conditionings: list[PagedConditioning] = []
+        for (cond, uncond), (pooled_cond, pooled_uncond) in zip(read, pooled, strict=True):
+            of_cond, of_uncond = (tuple(islice(tables_left, len(windows))) for windows in (cond, uncond))
+            conditionings.append(PagedConditioning(self, of_cond, of_uncond, pooled_cond, pooled_uncond, time_ids))
+        return tuple(conditionings)
 
     @torch.inference_mode()
     def export_encodings(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> EncodingTable:
@@ -173,7 +186,7 @@ class PromptPages:
 
         Raises the same errors, except for pages of the UNet, as none are held.
         """
-        cond, uncond = self._read(prompt, negative, reading)
+        [(cond, uncond)] = self._read_all([(prompt, negative)], reading)
         table: EncodingTable = {}
         with reading_with(reading):
             for window in (*cond, *uncond):
@@ -188,15 +201,20 @@ class PromptPages:
                     table[pooled_name(*self._name_of_pooled(windows[0]))] = pooled
         return table
 
-    def _read(
-        self, prompt: str, negative: str | None, reading: TextReading
-    ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """Return the windows of both texts, with adapters and ``clip_skip`` of ``reading``."""
-        cond, uncond = self.windows(prompt, negative)
+    def _read_all(
+        self, pairs: Sequence[tuple[str, str | None]], reading: TextReading
+    ) -> list[tuple[tuple[Window, ...], tuple[Window, ...]]]:
+        """Return the windows of both texts of each pair, all equally many, as ``reading`` reads them."""
+        read = [self.windows(*pair) for pair in pairs]
+        if len(read) > 1:
+            texts = {text for pair in pairs for text in pair if text}
+            check_total_chunks(sum(len(self.text.windows(text)) for text in texts), self.text.window_tokens)
+            most = max(len(cond) for cond, _ in read)
+            read = [self.windows(*pair, most) for pair in pairs]
         if not reading.adapters and reading.clip_skip == 1:
-            return cond, uncond
+            return read
         change = partial(replace, adapters=reading.adapters, clip_skip=reading.clip_skip)
-        return tuple(map(change, cond)), tuple(map(change, uncond))
+        return [(tuple(map(change, cond)), tuple(map(change, uncond))) for cond, uncond in read]
 
     @torch.inference_mode()
     def precompute(self, texts: Iterable[tuple[str, str | None]]) -> None:
@@ -283,9 +301,15 @@ class PromptPages:
             chunks.append(Chunk((encoder.special.start, *ids), (1.0,) * self.text.window_tokens))
         return Window(tuple(chunks))
 
-    def windows(self, prompt: str, negative: str | None) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """Return the windows of both texts, the shorter one padded with empty windows; none if ``negative`` is None."""
+    def windows(
+        self, prompt: str, negative: str | None, least: int = 1
+    ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
+        """Return the windows of both texts, padded with empty windows to the longer one and at least ``least``.
+
+        There are none for a ``negative`` of ``None``.
+        """
         cond, empty = self.text.windows(prompt), self.text.windows("")
+        cond += empty * max(0, least - len(cond))
         if negative is None:
             return cond, ()
         if self.text.zero_empty_negative and not negative:
