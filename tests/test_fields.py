@@ -17,7 +17,7 @@ from diffserve.service.images.schemas import EditBody
 NAMES = {"num_inference_steps": "num_steps"}
 """Names in ``DiffusionParams`` that differ from those of requests."""
 
-OUTSIDE_DIFFUSION = {"seed", "size", "best_of"}
+OUTSIDE_DIFFUSION = {"seed", "size", "best_of", "template"}
 NOT_RECORDED = {"token_merging", "best_of"}
 STRUCTURED = {"micro_conditioning"}
 
@@ -54,7 +54,7 @@ def outside_values() -> list[tuple[str, Any]]:
         if field.type in (int, float) and field.minimum is not None and field.maximum is not None:
             values += [(name, field.minimum - 1), (name, field.maximum + 1), (name, float("nan"))]
             values += [(name, field.minimum)] if field.is_minimum_excluded else []
-        values += [(name, "other")] if field.choices else []
+        values += [(name, "other")] if field.choices and name not in OUTSIDE_DIFFUSION else []
     return values
 
 

@@ -26,6 +26,7 @@ FULL_INTERVAL: Final = (0.0, 1.0)
 """Guidance applies to all steps."""
 
 NoiseSource = Literal["cpu", "device"]
+TemplateMode = Literal["off", "random", "combinatorial"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +325,12 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         help="Timestep spacing: leading, trailing, linspace or quadratic.",
         absent="model default",
         label="Spacing",
+    ),
+    "template": RequestField(
+        type=TemplateMode,
+        help="Resolve {a|b} and __wildcards__ in the prompt: off, random (by the seed) or combinatorial.",
+        absent="off",
+        a1111="template",
     ),
     "best_of": RequestField(
         type=int,

@@ -260,6 +260,9 @@ class GenerationRequest(
         client: Identifier of the client, for fair sharing of the engine; never reported.
         share: Weight of the client: its part of the engine relative to other clients while all have work.
         encodings: Text encodings computed by another process (see ``stage_types``).
+        image_prompts: Prompt of each image, with the same LoRA tags in all, if they differ; ``prompt`` is then the
+            first of them.
+        template: Template that the prompts were resolved from (``models.templates``), for the parameters; "": none.
     """
 
     prompt: str
@@ -283,10 +286,14 @@ class GenerationRequest(
     client: str = ""
     share: float = 1.0
     encodings: Encodings | None = None
+    image_prompts: tuple[str, ...] = ()
+    template: str = ""
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
         prompt, loras = read_tags(self.prompt)
+        if self.image_prompts:
+            self._read_image_prompts(loras)
         if loras:
             msgspec.structs.force_setattr(self, "prompt", prompt)
             diffusion = msgspec.structs.replace(self.diffusion, loras=(*self.diffusion.loras, *loras))
@@ -312,6 +319,17 @@ class GenerationRequest(
             "mask",
         )
         check_scheduling(self.deadline_s, self.priority, self.share)
+
+    def _read_image_prompts(self, loras: tuple[Lora, ...]) -> None:
+        """Check the prompts of the images, and remove their LoRA tags, which must be ``loras``."""
+        message = f"{len(self.image_prompts)} prompts were given for {self.num_painted} images; give one for each."
+        check(len(self.image_prompts) == self.num_painted, message, "image_prompts")
+        texts, tags = zip(*map(read_tags, self.image_prompts), strict=True)
+        mixed = "the images of one request would use different LoRAs; take their tags out of the template's braces, or "
+        check(all(each == loras for each in tags), mixed + "ask for one image at a time.", "prompt")
+        for text in texts:
+            check_chars(text, MAX_PROMPT_CHARS, "prompt")
+        msgspec.structs.force_setattr(self, "image_prompts", texts)
 
     def _check_seed(self, name: str, seed: int | None, num_further: int) -> None:
         """Check that ``seed`` and the ``num_further`` seeds after it are in range."""
@@ -346,7 +364,13 @@ class GenerationRequest(
     @property
     def texts(self) -> dict[str, str]:
         """The inputs of the text encoders, by field name."""
-        return {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
+        texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
+        others = dict.fromkeys(text for text in self.image_prompts if text != self.prompt)
+        return texts | {f"prompt {number}": text for number, text in enumerate(others, start=2)}
+
+    def prompt_of(self, image_index: int) -> str:
+        """Return the prompt of image ``image_index``."""
+        return self.image_prompts[image_index] if self.image_prompts else self.prompt
 
     @property
     def num_painted(self) -> int:
@@ -409,6 +433,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
         latents: Final latents, if the request set ``return_latents``.
         prompt: The prompt that was used.
         original_prompt: The prompt before rewriting; ``None`` if it was not rewritten.
+        template: Template that the prompt was resolved from; "": none.
         cached: "hit": taken from the result cache; "shared": generated for an equal request that was running. Nothing
             was computed for this request in either case.
         similarity: Similarity of the prompt whose latents were the start; ``None``: started from noise.
@@ -440,6 +465,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
     original_prompt: str | None = None
+    template: str = ""
     cached: Literal["hit", "shared"] | None = None
     similarity: float | None = None
     skipped_steps: int = 0
@@ -579,6 +605,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         sampler_dirs: Folders of learned samplers: ``sampler_dir`` of the profile, and the model's own.
         quality_profile: File with the meaning of the quality words, see :class:`ModelProfile`.
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
+        wildcard_dir: Folder of wildcards, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
     """
@@ -616,6 +643,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampler_dirs: tuple[str, ...] = ()
     quality_profile: str = ""
     controlnet_dir: str = ""
+    wildcard_dir: str = ""
     refiner: str = ""
     scorer: str = ""
 
@@ -692,6 +720,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
         sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
+        wildcard_dir: Folder of text files (.txt) that templates may name as __NAME__, read again at each use; "": none.
         quality_profile: TOML file of ``diffserve calibrate`` with the meaning of the quality words, read again at each
             use; "auto": the shipped file of these weights, if there is one; "": none.
         refiner: Model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory or a
@@ -719,6 +748,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_dir: str = ""
     controlnet_dir: str = ""
     sampler_dir: str = ""
+    wildcard_dir: str = ""
     quality_profile: str = "auto"
     refiner: str = ""
     scorer: str = ""

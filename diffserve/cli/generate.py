@@ -7,10 +7,10 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 from rich.console import Console
@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from diffserve.api import types
 from diffserve.api.bounds import check
 from diffserve.api.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
+from diffserve.api.fields import TemplateMode
+from diffserve.api.prompt_syntax import A1111, in_a1111
 from diffserve.api.sizes import SizePlan, fit_controls, parse_size, plan_size
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
@@ -29,6 +31,7 @@ from diffserve.media.provenance import Marks
 from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
 from diffserve.models.controlnets import Control, digest_of
+from diffserve.models.templates import Wildcards, template_fields
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag
@@ -69,6 +72,9 @@ class GenerateArguments:
     Attributes:
         further: Other fields of ``DiffusionParams``, by name.
         controlnets: ControlNets and the paths of their control images.
+        template: Template mode, a ``TemplateMode``; ``prompt`` is then not yet in A1111's syntax.
+        prompt_syntax: Syntax of the resolved prompts of a template.
+        prompt_fields: Fields of ``GenerationRequest`` for the prompts and the seed, once they are resolved.
     """
 
     prompt: str
@@ -88,6 +94,9 @@ class GenerateArguments:
     strength: float | None
     mask: Path | None
     controlnets: tuple[tuple[Control, str], ...] = ()
+    template: str = "off"
+    prompt_syntax: str = A1111
+    prompt_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(order: GenerateArguments, sources: SettingsOptions) -> int:
@@ -109,9 +118,12 @@ def run(order: GenerateArguments, sources: SettingsOptions) -> int:
     check_quality(order)
     marks = Marks.of(settings.serve)
     start, controls = read_pictures(order), _read_controls(order)
+    prompt_fields, warnings = resolve_prompt(order, settings)
+    order = replace(order, prompt_fields=prompt_fields)
     draft = _request(order, settings, start, controls, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
     console = Console(stderr=True, highlight=False)
+    note(console, *warnings)
     with Safety.running(settings) as safety:
         if safety is not None:
             safety.check_texts(draft.texts)
@@ -247,13 +259,12 @@ def _request(
     elif order.quality is None:
         solver = {name: getattr(defaults, name) for name in DEFAULT_SOLVER}
     return types.GenerationRequest(
-        prompt=order.prompt,
+        **order.prompt_fields,
         negative_prompt=order.negative,
         width_px=width,
         height_px=height,
         num_images=order.num_images,
         best_of=order.best_of,
-        seed=None if order.seed == ANY_SEED else order.seed,
         init_image=init,
         mask_image=mask,
         control_images=images,
@@ -264,6 +275,20 @@ def _request(
             strength=defaults.strength if order.strength is None else order.strength,
         ),
     )
+
+
+def resolve_prompt(order: GenerateArguments, settings: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Return the prompts and the seed of the request, and warnings about its template.
+
+    Raises:
+        InvalidRequest: The template cannot be used.
+    """
+    seed = None if order.seed == ANY_SEED else order.seed
+    if order.template == "off":
+        return {"prompt": order.prompt, "seed": seed}, []
+    mode, count = cast(TemplateMode, order.template), order.best_of or order.num_images
+    convert, wildcards = partial(in_a1111, syntax=order.prompt_syntax), Wildcards(settings.model.wildcard_dir)
+    return template_fields(order.prompt, mode, seed, max(1, count), wildcards, convert)
 
 
 def _with_defaults(request: types.GenerationRequest, settings: Settings) -> types.GenerationRequest:

@@ -13,14 +13,15 @@ from diffserve.cli.generate import note, open_engine
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import PROFILES
 
-Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "styles"]
+Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "wildcards", "styles"]
 REWRITER_STYLE: Final = "prompt style for rewrite --style"
 FIELDS: Final[Mapping[str, tuple[str, str]]] = {
     "loras": ("loras", "refused_loras"),
     "controlnets": ("controlnets", "refused_controlnets"),
     "embeddings": ("learnt_words", "refused_words"),
+    "wildcards": ("wildcards", ""),
 }
-"""Capability fields with the usable names and the refused files, for each kind that belongs to a model."""
+"""Capability fields with the usable names and the refused files ("": none), for each kind that belongs to a model."""
 
 
 def run(kind: Kind, settings: Settings) -> int:
@@ -36,6 +37,10 @@ def run(kind: Kind, settings: Settings) -> int:
         case "models":
             _print({name: "built in" if name.startswith("embedded") else "model settings" for name in PROFILES})
             _print({model.model_id: model.path for model in settings.models})
+        case "wildcards":
+            from diffserve.models.templates import Wildcards
+
+            _print(dict.fromkeys(Wildcards(settings.model.wildcard_dir).names(), ""))
         case "styles":
             from diffserve.rewriting import style_names
             from diffserve.service.a1111.styles import FILE, read_styles
@@ -73,7 +78,8 @@ def run_on_server(kind: Kind, server: str) -> int:
 def _print_of_model(kind: Kind, capabilities: Mapping[str, Any]) -> None:
     names, refused = FIELDS[kind]
     _print(dict.fromkeys(capabilities[names], ""))
-    reasons = (f"{name} cannot be used: {reason}" for name, reason in capabilities[refused].items())
+    refused_names = capabilities[refused] if refused else {}
+    reasons = (f"{name} cannot be used: {reason}" for name, reason in refused_names.items())
     note(Console(stderr=True, highlight=False), *reasons)
 
 

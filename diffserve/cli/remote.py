@@ -122,6 +122,8 @@ def fields_of(order: GenerateArguments, file: Path) -> dict[str, Any]:
         "num_inference_steps": order.num_steps,
         "guidance_scale": order.guidance_scale,
         "best_of": order.best_of,
+        "template": None if order.template == "off" else order.template,
+        "prompt_syntax": None if order.template == "off" else order.prompt_syntax,
         "strength": order.strength,
         "output_format": image_format,
         "output_compression": None if image_format == "png" else JPEG_QUALITY,

@@ -97,6 +97,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         refused_loras: Files in the LoRA folder that cannot be used, with the reasons.
         controlnets: ControlNets that a request may name.
         refused_controlnets: Files in the ControlNet folder that cannot be used, with the reasons.
+        wildcards: Names that a template may use as __NAME__.
         refiner: Name and digest of the refiner model, empty if there is none.
         scorer: The model that ranks images for ``best_of``, empty if there is none.
         safety_filter: The filter of prompts and images, empty if there is none.
@@ -129,6 +130,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     refused_loras: dict[str, str] = {}
     controlnets: tuple[str, ...] = ()
     refused_controlnets: dict[str, str] = {}
+    wildcards: tuple[str, ...] = ()
     refiner: str = ""
     scorer: str = ""
     safety_filter: str = ""

@@ -78,6 +78,8 @@ class ImageFields(TypedDict, total=False):
         watermark: False leaves out the watermark; only the server's own page may send it.
         model: Name of the model.
         negative_prompt: What to avoid.
+        template: "random" resolves {a|b} and __wildcards__ in the prompt by the seed of each image, "combinatorial"
+            gives image i combination i; by default "off".
         prompt_syntax: "a1111" reads brackets as prompt weights; "plain" reads them as text.
         n: Number of images.
         size: WIDTHxHEIGHT in pixels, or "auto".
@@ -120,6 +122,7 @@ class ImageFields(TypedDict, total=False):
     model: str
     negative_prompt: str
     prompt_syntax: Literal["a1111", "plain"]
+    template: Literal["off", "random", "combinatorial"]
     n: int
     size: str
     quality: str

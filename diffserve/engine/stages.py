@@ -25,7 +25,7 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import restore_outside_mask
-from diffserve.engine.image.task import GenerationSettings, texts_of
+from diffserve.engine.image.task import LiveRequest, texts_of
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
@@ -176,9 +176,10 @@ class EncodingStage(StageQueue[GenerationRequest]):
             queued.lora_loading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
 
     def _do(self, engine: Engine, queued: QueuedRequest[GenerationRequest], started_s: float) -> TextsEncoded:
-        request, settings = queued.request, engine.admit(queued.request).settings
+        request, live = queued.request, engine.admit(queued.request)
+        settings = live.settings
         loras = engine.runners.loras.take(settings.loras, queued.lora_loading) if settings.loras else None
-        encodings = encode(engine, request, settings, TextReading(loras, settings.clip_skip))
+        encodings = encode(engine, live, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
         return TextsEncoded(
             request_id=request.request_id,
@@ -189,10 +190,11 @@ class EncodingStage(StageQueue[GenerationRequest]):
         )
 
 
-def encode(engine: Engine, request: GenerationRequest, settings: GenerationSettings, reading: TextReading) -> Encodings:
-    """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
-    runner = engine.runners
-    pairs = texts_of(request, settings)
+def encode(engine: Engine, live: LiveRequest, reading: TextReading) -> Encodings:
+    """Compute all text encodings of ``live``. Raises PoolBusy, and InvalidRequest."""
+    runner, settings = engine.runners, live.settings
+    all_pairs = (texts_of(live.request, task.image_index, task.settings) for task in live.tasks)
+    pairs = tuple(dict.fromkeys(pair for of_image in all_pairs for pair in of_image))
     if len(pairs) > 1:
         pairs = (*pairs, ("", None))  # the padding of shorter texts
     base: EncodingTable = {}
@@ -202,7 +204,7 @@ def encode(engine: Engine, request: GenerationRequest, settings: GenerationSetti
     if settings.controlnets:  # they take embeddings
         base |= engine.model.text.export_encodings(prompts, reading)
     if settings.similarity_threshold is not None:
-        base |= engine.model.text.export_encodings(prompts[:1], AS_TRAINED)
+        base |= engine.model.text.export_encodings([task.prompt for task in live.tasks], AS_TRAINED)
     refiner: EncodingTable = {}
     if settings.switch_row is not None and runner.refiner is not None:
         for pair in pairs:

@@ -54,6 +54,7 @@ NOT_AXES: Final = {
     "best_of": "it selects images, so cells would have no pairs",
     "similarity_threshold": "its images depend on those generated before",
     "token_merging": "it has no effect",
+    "template": "a sweep takes resolved prompts",
 }
 """Request fields that cannot be an axis, and why."""
 

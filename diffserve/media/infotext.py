@@ -33,6 +33,9 @@ NEGATIVE = "Negative prompt: "
 ORIGINAL = "Original prompt"
 """Key of the prompt of the user, if the image was generated from a rewritten prompt."""
 
+TEMPLATE = "Template"
+"""Key of the template that the prompt was resolved from, as A1111's extension for dynamic prompts writes it."""
+
 SCHEDULE_LABELS = {
     "karras": "Karras",
     "exponential": "Exponential",
@@ -162,6 +165,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "RNG": RNG_LABELS[result.noise_source],
         "Spacing": None if is_learned(result.sampler) else result.spacing,
         ORIGINAL: None if result.original_prompt is None else _without_control_characters(result.original_prompt),
+        TEMPLATE: _without_control_characters(result.template) or None,
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
         "Version": SOFTWARE,
     }
@@ -229,14 +233,16 @@ def check_length(text: str) -> int:
 def shorten(text: str, max_bytes: int) -> str:
     """Shorten ``text`` to ``max_bytes`` of UTF-8 by cutting the end of the prompts.
 
-    The last line stays complete, except that an original prompt of more than half of ``max_bytes`` is removed.
+    The last line stays complete, except that an original prompt or template of more than half of ``max_bytes``
+    is removed.
     """
     if _num_bytes(text) <= max_bytes:
         return text
     head, _, last = text.rpartition("\n")
     fields, _ = _read_settings(last)
-    if _num_bytes(fields.get(ORIGINAL, "")) > max_bytes // 2:
-        last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
+    long = [key for key in (ORIGINAL, TEMPLATE) if _num_bytes(fields.get(key, "")) > max_bytes // 2]
+    if long:
+        last = _write_pairs({key: value for key, value in fields.items() if key not in long})
     end = f"{_CUT}\n{last}"
     if not fields or _num_bytes(end) > max_bytes:  # no line of settings, or one that is too long itself
         head, end = text, _CUT
@@ -276,7 +282,7 @@ def _without_control_characters(text: str) -> str:
 
 
 def _write_pairs(fields: dict[str, str]) -> str:
-    return ", ".join(f"{key}: {_quoted(value, always=key == ORIGINAL)}" for key, value in fields.items())
+    return ", ".join(f"{key}: {_quoted(value, always=key in (ORIGINAL, TEMPLATE))}" for key, value in fields.items())
 
 
 def _quoted(value: str, *, always: bool) -> str:

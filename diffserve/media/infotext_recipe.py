@@ -78,7 +78,8 @@ KEYS: Final = {name: field.label for name, field in REQUEST_FIELDS.items() if fi
 NOT_REPEATED: Final = frozenset(
     {
         *("ControlNet 0", "Interrupted after", "Lora hashes", "Model", "Model hash", "Original prompt"),
-        *("Painted size", "Refiner", "Sampler hash", "Score", "Similarity", "Skipped steps", "TI hashes", "Version"),
+        *("Painted size", "Refiner", "Sampler hash", "Score", "Similarity", "Skipped steps", "TI hashes", "Template"),
+        "Version",
     }
 )
 """Infotext keys that no request field repeats. LoRAs are tags in the prompt."""

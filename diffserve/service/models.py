@@ -20,6 +20,7 @@ from diffserve.media.provenance import header_of
 from diffserve.models.controlnets import ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
+from diffserve.models.templates import Wildcards
 from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
 from diffserve.service.http.openapi import REFS
@@ -218,6 +219,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "refused_loras": loras.refused(),
         "controlnets": list(controlnets.names()),
         "refused_controlnets": controlnets.refused(),
+        "wildcards": Wildcards(info.wildcard_dir).names(),
         "refiner": info.refiner,
         "scorer": info.scorer,
         "safety_filter": config.safety_filter,

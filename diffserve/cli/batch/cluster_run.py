@@ -55,6 +55,7 @@ PATH_SETTINGS: Final = tuple(
         "lora_dir",
         "controlnet_dir",
         "sampler_dir",
+        "wildcard_dir",
         "quality_profile",
         "refiner",
         "scorer",

@@ -77,6 +77,10 @@ def generate(
     prompt_syntax: Annotated[
         str, typer.Option("--prompt-syntax", help="a1111: brackets weight words; plain: brackets are literal.")
     ] = "a1111",
+    template: Annotated[
+        str,
+        typer.Option("--template", help="Resolve {a|b} and __wildcards__: random or combinatorial.", metavar="MODE"),
+    ] = "off",
     shared: dict[str, Any],
     sizes: Annotated[
         str | None,
@@ -137,7 +141,8 @@ def generate(
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
-        text = in_a1111(read_text_argument(prompt, command="generate"), prompt_syntax)
+        text = read_text_argument(prompt, command="generate")
+        text = text if template != "off" else in_a1111(text, prompt_syntax)
     elif recorded is not None:
         text = str(recorded["prompt"])
     else:
@@ -156,6 +161,7 @@ def generate(
         },
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
+        template=template, prompt_syntax=prompt_syntax,
     )  # fmt: skip
     if recorded is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}

@@ -114,6 +114,8 @@ class ImageAdmission:
         kind = self._kind(request, width_px, height_px)
         loras = self._check_loras(request.diffusion.loras) if request.diffusion.loras else NO_LORAS
         settings, warnings = self._settings(request, width_px, height_px, kind, loras)
+        alone = [msgspec.structs.replace(request, prompt=text, image_prompts=()) for text in request.image_prompts]
+        image_settings = tuple(self._settings(each, width_px, height_px, kind, loras)[0] for each in alone)
         warnings += loras.warnings + _unserved(request) + self._unknown_words(request, loras.words)
         warnings += self._check_scores(request, width_px, height_px)
         num_further = request.num_painted - 1
@@ -125,7 +127,14 @@ class ImageAdmission:
                 f"seeds of {DISTINCT_SEEDS} or more repeat smaller ones: {last} gives the same image as "
                 f"{last % DISTINCT_SEEDS}.",
             )
-        return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
+        return LiveRequest(
+            request=request,
+            settings=settings,
+            seed=seed,
+            warnings=warnings,
+            submitted_s=now_s,
+            image_settings=image_settings,
+        )
 
     def _settings(
         self, request: GenerationRequest, width_px: int, height_px: int, kind: str, loras: CheckedLoras
@@ -301,8 +310,11 @@ class ImageAdmission:
         if world is None:
             return ()
         world = world.learning(learned_words)
-        prompts = {False: request.prompt, True: request.negative_prompt}
-        unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
+        prompts = {False: (request.prompt, *request.image_prompts), True: (request.negative_prompt,)}
+        unknown = {
+            negative: tuple(dict.fromkeys(word for text in dict.fromkeys(texts) for word in world.unknown_words(text)))
+            for negative, texts in prompts.items()
+        }
         return tuple(
             warn_of_unknown(model_id, words, negative=negative) for negative, words in unknown.items() if words
         )
@@ -453,7 +465,9 @@ def _check_picture(
 
 def _unserved(request: GenerationRequest) -> tuple[str, ...]:
     """Return a warning for each kind of construct in the prompts that A1111 applies and this engine does not."""
-    return (*unserved_constructs(request.prompt), *unserved_constructs(request.negative_prompt, is_negative=True))
+    prompts = dict.fromkeys((request.prompt, *request.image_prompts))
+    found = dict.fromkeys(sentence for prompt in prompts for sentence in unserved_constructs(prompt))
+    return (*found, *unserved_constructs(request.negative_prompt, is_negative=True))
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:

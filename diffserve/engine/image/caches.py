@@ -34,6 +34,7 @@ IGNORED_FIELDS: Final[dict[str, Any]] = {
     "encodings": None,  # derived from the prompts by this model
     "rewriting": None,  # the prompt is rewritten already
     "share": 1.0,
+    "template": "",  # the prompt is resolved already
 }
 """Request fields that change no byte of its images, with the values that they have in a key."""
 
@@ -182,7 +183,7 @@ class SharedImages:
         settings = task.settings
         seeds = task.seed, task.variation_seed
         key = key_of(
-            request,
+            replace(request, prompt=task.prompt, image_prompts=()) if request.image_prompts else request,
             seeds,
             self._info,
             settings.lora_digest + settings.control_digest + settings.sampler_digest.encode(),

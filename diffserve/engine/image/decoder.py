@@ -167,7 +167,7 @@ class ImageDecoder:
                 outcome.latents[task] = latents
             if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
                 self.cache.put_latents(
-                    latent_key_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
+                    latent_key_of(task), task.prompt, CachedLatents(task.loaded_state.embedding, latents)
                 )
         except Exception as error:
             outcome.failures[task] = failure_of(error, "generating this image")

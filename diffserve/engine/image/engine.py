@@ -309,7 +309,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         return request_id
 
     def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
-        texts = f"{live.request.prompt}\n{live.request.negative_prompt}"
+        texts = "\n".join(live.request.texts.values())
         return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
 
     def _is_ready(self, live: LiveRequest) -> bool:

@@ -190,7 +190,7 @@ class Preparer:
     @staticmethod
     def _texts(task: ImageTask) -> tuple[TextPair, ...]:
         """Return the texts of ``task``, pairs of prompt and negative prompt."""
-        return texts_of(task.live.request, task.settings)
+        return texts_of(task.live.request, task.image_index, task.settings)
 
     def _start_state(self, task: ImageTask, conditionings: tuple[AnyConditioning, ...]) -> ImageState:
         """Create the image state and write its start latent to its slot."""
@@ -228,7 +228,7 @@ class Preparer:
         threshold = task.live.settings.similarity_threshold
         if threshold is None:
             return None
-        embedding = self.model.text.embedding(task.live.request.prompt).cpu().numpy()
+        embedding = self.model.text.embedding(task.prompt).cpu().numpy()
         similar = self.latent_cache.nearest(latent_key_of(task), embedding, threshold)
         settings = task.live.settings
         if similar is not None:

@@ -159,6 +159,7 @@ class LiveRequest(Live):
         control_loading: Loading of its ControlNets and control images, likewise.
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
+        image_settings: Settings of each image, if their prompts differ; ``settings`` are those of the first.
     """
 
     request: GenerationRequest
@@ -180,6 +181,7 @@ class LiveRequest(Live):
     num_failed: int = 0
     first_failure: FailureReason | None = None
     candidates: list[ImageResult] = field(default_factory=list)
+    image_settings: tuple[GenerationSettings, ...] = ()
 
     def __post_init__(self) -> None:
         self.line = self.request.client, self.request.priority
@@ -250,7 +252,13 @@ class ImageTask:
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self.settings = self.live.settings
+        settings = self.live.image_settings
+        self.settings = settings[self.image_index] if settings else self.live.settings
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of the image."""
+        return self.live.request.prompt_of(self.image_index)
 
     @property
     def loaded_state(self) -> ImageState:
@@ -378,11 +386,17 @@ class ImageTask:
         return self.is_last_row or steps[self.row_index + 1] != steps[self.row_index]
 
 
-def texts_of(request: GenerationRequest, settings: GenerationSettings) -> tuple[TextPair, ...]:
-    """Return all texts that an image of ``request`` reads: pairs of prompt and negative prompt."""
+def texts_of(request: GenerationRequest, image_index: int, settings: GenerationSettings) -> tuple[TextPair, ...]:
+    """Return all texts that an image reads: pairs of prompt and negative prompt.
+
+    Args:
+        request: The request of the image.
+        image_index: Index of the image in the request.
+        settings: The settings of the image.
+    """
     if settings.prompts is not None:
         return settings.prompts.pairs
-    return ((request.prompt, request.negative_prompt if settings.guided.any() else None),)
+    return ((request.prompt_of(image_index), request.negative_prompt if settings.guided.any() else None),)
 
 
 @dataclass(frozen=True)

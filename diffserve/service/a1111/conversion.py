@@ -24,7 +24,7 @@ from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_s
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
-from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored
+from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored, template_of
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
@@ -94,6 +94,7 @@ class Hires(NamedTuple):
         strength: Denoising strength, 0 to 1.
         body: The body of the second pass.
         upscaler: ``LANCZOS`` or ``NEAREST``.
+        repeats_prompt: Whether it has the prompts of the first pass.
     """
 
     width_px: int
@@ -101,6 +102,7 @@ class Hires(NamedTuple):
     strength: float
     body: GenerateBody
     upscaler: str = LANCZOS
+    repeats_prompt: bool = True
 
     def enlarge(self, picture: Picture) -> Picture:
         """Enlarge ``picture`` by nearest neighbor if the request names that; start pictures get Lanczos anyway."""
@@ -163,6 +165,7 @@ def convert_body(
         "negative_prompt": negative,
         "model": str(model).partition(" [")[0] if model else None,
         "n": body.num_images,
+        "template": template_of(body),
         "seed": body.seed,
         "priority": body.priority,
         "deadline_s": body.deadline_s,
@@ -353,13 +356,13 @@ def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptSty
     strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
     overrides = {name: value for name, value in changed.items() if value is not None}
     upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
-    second_body = _image_body(values | overrides | {"width": width, "height": height})
+    second_body = _image_body(values | overrides | {"width": width, "height": height, "template": None})
     message = (
         f"the second pass runs sampler {show(second_body.sampler)} at denoising_strength {strength:g}; a learned "
         "sampler only runs all its steps: give hr_sampler_name, such as DDIM."
     )
     check(strength == 1.0 or not is_learned(second_body.sampler), message, "hr_sampler_name")
-    return Hires(width, height, strength, second_body, upscaler)
+    return Hires(width, height, strength, second_body, upscaler, not body.hr_prompt)
 
 
 def _image_body(values: Mapping[str, Any]) -> GenerateBody:

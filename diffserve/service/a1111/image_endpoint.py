@@ -22,6 +22,7 @@ from diffserve.api.types import Failed, ImageFailed, ImageFinished, ImageResult,
 from diffserve.media.images import encode_image
 from diffserve.media.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
 from diffserve.media.start_picture import StartPicture
+from diffserve.models.loras import with_tags
 from diffserve.service.a1111.conversion import USUAL_STEPS, Hires, convert_body, start_of, warnings_of
 from diffserve.service.a1111.jobs import Jobs, PolledJob
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody, ignored_refiner
@@ -176,7 +177,9 @@ class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
 
         def plan_second(result: ImageResult) -> ImagePlan:
             start = Start(StartPicture(picture=hires.enlarge(first.deliver(result.picture))), hires.strength)
-            seeds = {"seed": result.seed, "variation_seed": result.variation_seed, "n": 1}
+            seeds: dict[str, Any] = {"seed": result.seed, "variation_seed": result.variation_seed, "n": 1}
+            if first.request.template and hires.repeats_prompt:
+                seeds["prompt"] = with_tags(result.prompt, result.loras)
             return plan_images(
                 hires.body.model_copy(update=seeds),
                 info,

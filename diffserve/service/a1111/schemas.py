@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
 
-from diffserve.api.fields import MAX_CLIP_SKIP
+from diffserve.api.fields import MAX_CLIP_SKIP, REQUEST_FIELDS, TemplateMode
 from diffserve.api.types import MAX_IMAGES, MAX_PROMPT_CHARS, Priority
 from diffserve.models.controlnets import MAX_RESOLUTION, MAX_THRESHOLD
 from diffserve.service.http.bodies import MAX_DEADLINE_S, Body, show, show_name
@@ -75,6 +75,7 @@ class Txt2ImgBody(A1111Body):
     infotext: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     force_task_id: Label | None = None
     send_images: bool | None = None
+    template: Annotated[TemplateMode, Field(description=REQUEST_FIELDS["template"].help)] | None = None
     refiner_checkpoint: Label | None = None
     refiner_switch_at: Fraction | None = None
 
@@ -158,6 +159,9 @@ class OptionsBody(A1111Body):
 CONTROLNET: Final = "controlnet"
 STRETCH, STRETCH_LATENTS = 0, 3
 FILL, LATENT_NOISE = 0, 2
+
+DYNAMIC_PROMPTS: Final = "dynamic prompts"
+"""Beginning of the name of the script of the extension sd-dynamic-prompts, which a version follows, in lower case."""
 
 Neutral = tuple[object, ...]
 """Values of a field that have no effect in A1111; None and "" never have one."""
@@ -254,12 +258,27 @@ def _img2img(body: Img2ImgBody) -> Iterator[str]:
 
 
 def _active_scripts(scripts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of scripts other than ControlNet, unless their first argument, A1111's switch, is off."""
+    """Yield the names of scripts that are not served, unless their first argument, A1111's switch, is off."""
     for name, script in sorted(scripts.items()):
         arguments = script.get("args") if isinstance(script, dict) else script
         is_off = isinstance(arguments, list) and any(switch is False for switch in arguments[:1])
-        if name.lower() != CONTROLNET and arguments and not is_off:
+        is_served = name.lower() == CONTROLNET or name.lower().startswith(DYNAMIC_PROMPTS)
+        if not is_served and arguments and not is_off:
             yield name
+
+
+def template_of(body: Txt2ImgBody) -> TemplateMode | None:
+    """Return the template mode of ``body``: its field, or what the arguments of the script "Dynamic Prompts" say.
+
+    The first argument of that script is its switch, the second one chooses combinatorial generation.
+    """
+    if body.template is not None:
+        return body.template
+    for name, script in (body.alwayson_scripts or {}).items():
+        arguments = script.get("args") if isinstance(script, dict) else script
+        if name.lower().startswith(DYNAMIC_PROMPTS) and isinstance(arguments, list) and True in arguments[:1]:
+            return "combinatorial" if True in arguments[1:2] else "random"
+    return None
 
 
 def has_effect(value: object, neutral: Neutral) -> bool:

@@ -51,7 +51,7 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     similarity = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
     return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),
-        "revised_prompt": None if result.original_prompt is None else result.prompt,
+        "revised_prompt": None if result.original_prompt is None and not result.template else result.prompt,
         "seed": result.seed,
         **({} if result.variation_seed is None else {"variation_seed": result.variation_seed}),
         "timings": timings(result),

@@ -24,6 +24,7 @@ from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
 from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
+from diffserve.models.templates import Wildcards, template_fields
 from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
@@ -181,11 +182,25 @@ def plan_images(
     if start is not None:
         diffusion = _with_start(diffusion, start, has_prompt=bool(body.prompt.strip()))
         init, mask = start.picture.fitted(*generated_size)
+    is_template = body.template not in (None, "off")
     rewriting = rewriting_of(body.prompt_rewriter, rewriter) if body.prompt.strip() else None
+    if is_template:
+        message = f"template is {body.template!r}; it cannot be combined with prompt_rewriter: leave one of them out."
+        check(body.prompt_rewriter in (None, "off"), message, "template")
+        rewriting = None
     syntax = body.prompt_syntax or A1111
+    prompts, template_warnings = template_fields(
+        body.prompt,
+        body.template or "off",
+        None if body.seed in (None, -1) else body.seed,
+        body.best_of or body.n or 1,
+        Wildcards(info.wildcard_dir),
+        str if rewriting else partial(in_a1111, syntax=syntax),
+    )
+    sentences += template_warnings
     request = GenerationRequest(
         request_id=request_id,
-        prompt=body.prompt if rewriting else in_a1111(body.prompt, syntax),
+        **prompts,
         negative_prompt=in_a1111(body.negative_prompt or "", syntax),
         width_px=size.paint_width_px,
         height_px=size.paint_height_px,
@@ -194,7 +209,6 @@ def plan_images(
         ),
         num_images=body.n or 1,
         best_of=body.best_of,
-        seed=None if body.seed in (None, -1) else body.seed,
         diffusion=diffusion,
         init_image=init,
         mask_image=mask,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from diffserve.api.fields import MAX_GUIDANCE, MAX_SEED, REQUEST_FIELDS, SHARED_FIELDS, RequestField
+from diffserve.api.fields import MAX_GUIDANCE, MAX_SEED, REQUEST_FIELDS, SHARED_FIELDS, RequestField, TemplateMode
 from diffserve.api.micro_conditioning import MAX_SIDE
 from diffserve.api.prompt_syntax import PromptSyntax
 from diffserve.api.types import MAX_IMAGES, MAX_PROMPT_CHARS, SWITCH_AT
@@ -180,6 +180,7 @@ class GenerateBody(SharedBody):
     infotext: Annotated[str, Field(max_length=MAX_BYTES, description=INFOTEXT)] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     prompt_syntax: Syntax | None = None
+    template: Annotated[TemplateMode, Field(description=REQUEST_FIELDS["template"].help)] | None = None
     num_inference_steps: Steps | None = None
     steps: Annotated[Steps, Field(description="Another name for num_inference_steps.")] | None = None
     guidance_scale: Guidance | None = None

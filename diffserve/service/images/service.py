@@ -218,7 +218,8 @@ class ImageService:
                 warnings=warnings,
             )
 
-        if body.controlnets or start_reader is not None or isinstance(body, StartBody):
+        reads_files = body.controlnets or body.template not in (None, "off")
+        if reads_files or start_reader is not None or isinstance(body, StartBody):
             plan = await while_connected(request, self._decoders.run(client, resolve))
         else:
             plan = resolve(images)
