@@ -1,51 +1,75 @@
-"""Warnings about unsupported constructs of A1111's prompt syntax."""
+"""Prompt editing, alternation and AND in A1111's syntax, and warnings about constructs that are not supported."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_schedule import is_scheduled, num_parts, split_parts, texts_by_step, texts_read
 from diffserve.api.prompt_syntax import encoded_text, in_a1111, parse_prompt, unserved_constructs
+from diffserve.api.types import GenerationRequest
 from diffserve.cli import main
 from diffserve.models.loras import Lora, read_tags
 
 
 @pytest.mark.parametrize(
-    ("prompt", "quoted"),
+    ("prompt", "texts"),
     [
-        ("a [cat:dog:0.5] runs", "'[cat:dog:0.5]'"),
-        ("a [dog:10]", "'[dog:10]'"),
-        ("a [cat::0.5]", "'[cat::0.5]'"),
-        ("a [(red:1.2) cat: a dog : 0.25 ]", "'[(red:1.2) cat: a dog : 0.25 ]'"),
-        ("a [cat|dog] on a [red|blue|] hill", "'[cat|dog]', '[red|blue|]'"),
-        ("[a [b|c]:d:2]", "'[b|c]', '[a [b|c]:d:2]'"),
-        ("[a|b] [c|d] [e|f] [g|h] [a|b]", "'[a|b]', '[c|d]', '[e|f]' and 1 more"),
+        ("a [cat:dog:0.5] runs", ["a cat runs"] * 2 + ["a dog runs"] * 2),
+        ("a [dog:1]", ["a ", "a dog", "a dog", "a dog"]),
+        ("[cat::.75]", ["cat", "cat", "cat", ""]),
+        ("a [(red:1.2) cat: a dog : 0.25 ]", ["a (red:1.2) cat", "a  a dog ", "a  a dog ", "a  a dog "]),
+        ("[cat|dog] on a [red|blue|]", ["cat on a red", "dog on a blue", "cat on a ", "dog on a red"]),
+        ("[a [b|c]:d:2]", ["a b", "a c", "d", "d"]),
+        ("[[cat:dog:1]:bird:2]", ["cat", "dog", "bird", "bird"]),
+        ("[a:b:-1] [a:b:9] [a:b:1.0]", ["b a a"] * 4),
+        ("[a: b: c:2]", ["a: b", "a: b", " c", " c"]),
+        ("[a:b|c:d]", ["a:b", "c:d", "a:b", "c:d"]),
+        ("[<lora:ink:1>|dog]", ["<lora:ink:1>", "dog", "<lora:ink:1>", "dog"]),
     ],
 )
-def test_prompt_editing_and_alternation_produce_a_warning(prompt: str, quoted: str) -> None:
-    for is_negative, name in ((False, "prompt"), (True, "negative prompt")):
-        (sentence,) = unserved_constructs(prompt, is_negative=is_negative)
-        assert sentence.startswith(f"{quoted} in the {name} is not supported (prompt editing);")
+def test_editing_and_alternation_choose_the_text_of_each_step(prompt: str, texts: list[str]) -> None:
+    assert texts_by_step(prompt, 4, "prompt") == tuple(texts)
+    assert is_scheduled(prompt, "") == is_scheduled("", prompt) is True
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
         *("a [cat] on a hill", "a (cat:0.5)", "[(cat:0.5)]", "a|b", "[cat", "cat:dog:0.5]", r"\[cat|dog\]", "3:4"),
-        *(r"[cat\|dog]", "[a cat: a dog]", "(cat|dog)", "BREAK", "and ANDROID", "<", "a < b: c > d", ""),
+        *(r"[cat\|dog]", "[a cat: a dog]", "(cat|dog)", "BREAK", "and ANDROID", "<", "a < b: c > d", "", r"a \AND b"),
+        *("[(cat|dog]", "[cat:dog:0.5:]", "[cat:dog:]", "[cat:dog:five]", "[[cat]]"),
     ],
 )
-def test_text_without_such_constructs_causes_no_warning(prompt: str) -> None:
+def test_other_texts_are_the_same_at_every_step(prompt: str) -> None:
+    assert not is_scheduled(prompt, prompt)
+    assert texts_by_step(prompt, 3, "prompt") == (prompt,) * 3
+    assert split_parts(prompt) == ((prompt, 1.0),)
+    assert texts_read(prompt, "prompt", [3]) == texts_read(prompt, "negative_prompt", [3]) == ()
     assert unserved_constructs(prompt) == []
 
 
-def test_and_produces_a_warning_in_the_prompt_only() -> None:
-    (sentence,) = unserved_constructs("a cat AND a dog :0.5 AND a bird")
-    assert sentence == "'AND' in the prompt is not supported (prompt composition); it was read as a word."
-    assert unserved_constructs("a cat AND a dog", is_negative=True) == []
+def test_and_splits_the_prompt_into_weighted_parts() -> None:
+    parts = split_parts("a cat AND a dog :0.5 AND (bird:1.3) AND  : -1 AND [a:b:2]AND ")
+    assert parts == (("a cat", 1.0), ("a dog", 0.5), ("(bird:1.3)", 1.0), ("", -1.0), ("[a:b:2]", 1.0), ("", 1.0))
+    assert num_parts("a cat AND a dog") == 2
+    assert not is_scheduled("", "a cat AND a dog")
+
+
+def test_a_filter_reads_every_text_that_a_prompt_becomes() -> None:
+    request = GenerationRequest(prompt="a for[|bidden] cat AND a [red:blue:0.5] dog", negative_prompt="[a:b:3]")
+    assert {"a forbidden cat", "a for cat", "a red dog", "a blue dog", "a", "b"} <= set(request.texts.values())
+    assert {name.partition("#")[0] for name in request.texts} == {"prompt", "negative_prompt"}
+    assert GenerationRequest(prompt="a cat").texts == {"prompt": "a cat", "negative_prompt": ""}
+    prompts = GenerationRequest(prompt="a", image_prompts=("a", "b", "a"), num_images=3)
+    assert list(prompts.texts.values()) == ["a", "b", ""]
+    with pytest.raises(InvalidRequest, match="can have more than 128 different texts"):
+        _ = GenerationRequest(prompt=f"[{'|'.join(map(str, range(129)))}]").texts
 
 
 @pytest.mark.parametrize("tag", ["<hypernet:ink:0.5>", "<Hypernet:ink>", "<other:a[b]:1>"])
@@ -79,28 +103,30 @@ def test_plain_prompt_has_no_constructs() -> None:
             "[a:" * 10_000 + "1]" * 10_000,
             "<a:" * 10_000,
             "[a|b]" * 6000,
+            "[" * 16_000 + "]" * 16_000,
+            "a AND" * 6000,
         ),
         *("[" + ":1" * 15_000 + "]", "[a:" + " " * 30_000 + "]", "[a:" + "1" * 30_000 + "]"),
     ],
 )
 def test_long_prompts_are_parsed_quickly(prompt: str) -> None:
     started_s = time.perf_counter()
-    sentences = unserved_constructs(prompt)
+    assert all(len(sentence) < 400 for sentence in unserved_constructs(prompt))
+    with suppress(InvalidRequest):
+        texts_by_step(prompt, 50, "prompt")
+    with suppress(InvalidRequest):
+        split_parts(prompt)
     assert time.perf_counter() - started_s < 1.0
-    assert all(len(sentence) < 400 for sentence in sentences)
 
 
 @pytest.mark.slow
-def test_command_line_warns_about_unsupported_constructs(
+def test_command_line_serves_them_and_warns_about_other_networks(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("a [cat|dog] AND a bird", "--negative", "a [red:blue:0.5]", "--steps", "1", "-o", str(tmp_path / "a.png"))
+    words = ("a [cat|dog] AND a bird <hypernet:ink:1>", "--negative", "a [red:blue:0.5]", "--steps", "2")
     with pytest.raises(SystemExit) as caught:
-        main(["generate", *words, "--model", str(tiny_model("sd15"))])
+        main(["generate", *words, "-o", str(tmp_path / "a.png"), "--model", str(tiny_model("sd15"))])
     assert caught.value.code == 0
     errors = " ".join(capsys.readouterr().err.split())
-    for beginning in (
-        "'[cat|dog]' in the prompt is not supported", "'AND' in the prompt is not supported",
-        "'[red:blue:0.5]' in the negative prompt is not supported",
-    ):  # fmt: skip
-        assert f"note: {beginning}" in errors
+    assert "note: '<hypernet:ink:1>' in the prompt was ignored" in errors
+    assert "not supported" not in errors

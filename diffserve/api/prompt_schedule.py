@@ -26,6 +26,10 @@ MAX_CONSTRUCTS: Final = 64
 MAX_DEPTH: Final = 8
 """Brackets with editing or alternation inside one another."""
 MAX_PART_WEIGHT: Final = 10.0
+MAX_JUDGED: Final = 128
+"""Distinct texts of a prompt that a filter reads."""
+JUDGED_STEPS: Final = 240
+"""Number of steps with many divisors, for the texts that a filter reads."""
 
 _MARK: Final = re.compile(r"\\.|<\w+:[^<>]+>|[\[\]()|:]", re.DOTALL)
 _WHEN: Final = re.compile(r"\s*[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})\s*")
@@ -150,6 +154,32 @@ def is_scheduled(prompt: str, negative: str) -> bool:
     if _AND.search(prompt):
         return True
     return any(not isinstance(item, str) for text, name in texts if "[" in text for item in _parse(text, name))
+
+
+def texts_read(prompt: str, name: str, step_counts: Iterable[int]) -> tuple[str, ...]:
+    """Return the distinct texts that editing, alternation and AND make of ``prompt``, for a filter of prompts.
+
+    Args:
+        prompt: The prompt; one without them has no texts but itself, and the result is empty.
+        name: "prompt" or "negative_prompt", which has no AND.
+        step_counts: Numbers of steps to consider; those of ``JUDGED_STEPS`` are added, in which every editing and
+            alternation has its turn.
+
+    Raises:
+        InvalidRequest: As ``prompt_parts``, or more than ``MAX_JUDGED`` texts.
+    """
+    is_negative = name == "negative_prompt"
+    if not (is_scheduled("", prompt) if is_negative else is_scheduled(prompt, "")):
+        return ()
+    parts = ((prompt, 1.0),) if is_negative else split_parts(prompt)
+    counts = dict.fromkeys((*step_counts, JUDGED_STEPS))
+    texts = dict.fromkeys(text for part, _ in parts for count in counts for text in texts_by_step(part, count, name))
+    message = (
+        f"the {name.replace('_', ' ')} can have more than {MAX_JUDGED} different texts; use fewer alternatives [a|b] "
+        "or fewer edits [from:to:when]."
+    )
+    check(len(texts) <= MAX_JUDGED, message, name)
+    return tuple(texts)
 
 
 def check_num_texts(texts: Sequence[str], name: str) -> None:

@@ -6,6 +6,7 @@ and raises :class:`diffserve.api.errors.InvalidRequest`. This module does not im
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
@@ -16,12 +17,15 @@ from numpy.typing import NDArray
 from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
 from diffserve.api.fields import FULL_INTERVAL, MAX_SEED, NoiseSource, check_fields
 from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
 from diffserve.models.loras import Lora, check_loras, read_tags
 from diffserve.models.vocabulary import FewestSteps, Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
+MAX_JUDGED_STEPS = 1000
+"""Largest number of steps for which the texts of a prompt that changes are listed for a filter."""
 MAX_IMAGES = 10
 SWITCH_AT: Final = 0.8
 """Default ``switch_at`` of requests that ask for a refiner."""
@@ -363,10 +367,21 @@ class GenerationRequest(
 
     @property
     def texts(self) -> dict[str, str]:
-        """The inputs of the text encoders, by field name."""
-        texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
-        others = dict.fromkeys(text for text in self.image_prompts if text != self.prompt)
-        return texts | {f"prompt {number}": text for number, text in enumerate(others, start=2)}
+        """The inputs of the text encoders, by field name; further texts of a field have "#" and a number.
+
+        These are the prompts of all images, and what their editing and alternation make of them.
+        """
+        num_steps = self.diffusion.num_steps or 1
+        counts = [min(count, MAX_JUDGED_STEPS) for count in (num_steps, math.ceil(num_steps * self.diffusion.strength))]
+        texts: dict[str, str] = {}
+        for name, prompts in (
+            ("prompt", (self.prompt, *self.image_prompts)),
+            ("negative_prompt", (self.negative_prompt,)),
+        ):
+            each = (text for prompt in dict.fromkeys(prompts) for text in (prompt, *texts_read(prompt, name, counts)))
+            for number, text in enumerate(dict.fromkeys(each), start=1):
+                texts[name if number == 1 else f"{name}#{number}"] = text
+        return texts
 
     def prompt_of(self, image_index: int) -> str:
         """Return the prompt of image ``image_index``."""

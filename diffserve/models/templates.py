@@ -39,7 +39,7 @@ MAX_RESOLVED_CHARS: Final = 32_000
 SEEDS_DRAWN: Final = 2**32
 """Number of seeds of which one is drawn for a template without a seed."""
 
-_MARK: Final = re.compile(r"\\__|\\.|\\$|[{}|\[\]]|__[\w\-./](?:[\w\-./ ]*?[\w\-./])??__", re.DOTALL)
+_MARK: Final = re.compile(r"\\__|\\.|\\$|[{}|\[\]]|__[\w\-./](?:[\w\-./ ]{0,126}?[\w\-./])??__", re.DOTALL)
 _UNESCAPED: Final = re.compile(r"\\([{}]|__)")
 _WEIGHT: Final = re.compile(r"\s*(\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})::")
 _COUNT: Final = re.compile(r"\s*(\d{0,4})\s*(-?)\s*(\d{0,4})\s*\$\$")

@@ -93,13 +93,14 @@ class Safety:
             self._stop_process()
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
-        """Judge the prompts of an image, by field name; blank ones are skipped.
+        """Judge the prompts of an image, by field name and "#" with a number for further ones; blank ones are skipped.
 
         Raises:
             ModerationBlocked: One of them is not allowed; ``param`` is the name of its field.
             EngineUnavailable: The filter gives no answer.
         """
-        for field, text in texts.items():
+        for key, text in texts.items():
+            field = key.partition("#")[0]
             question = SafetyQuestion(text, is_negative=field.endswith("negative_prompt"))
             if self.judges_prompts and text.strip() and self._judge("prompt", question):
                 message = f"the safety filter does not allow the {field.replace('_', ' ')}; change it."

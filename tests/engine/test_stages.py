@@ -125,7 +125,16 @@ def requests(kind: str) -> dict[str, GenerationRequest]:
         "another layer": image_request(kind, "ddim", 5, num_steps=2, clip_skip=2),
         "an adapter of everything": image_request(kind, "ddim", 6, num_steps=2, prompt="cat <lora:everything:0.8>"),
         "a mask": masked(kind),
+        "edited and alternating": image_request(
+            kind, "ddim", 3, num_steps=4, prompt=f"the [cat:{LONG}:0.5] fox", negative_prompt="[cat|dog]"
+        ),
+        "of two parts": image_request(kind, "ddim", 3, num_steps=2, prompt="the red fox AND a dog :0.5"),
+        "of two prompts": replace(
+            image_request(kind, "ddim", 3, num_steps=2, prompt="cat", num_images=2),
+            image_prompts=("cat", "a [dog|cat]"),
+        ),
         "a ControlNet": controlled(edges, kind=kind, num_steps=2),
+        "a ControlNet and parts": controlled(edges, kind=kind, num_steps=2, prompt="cat AND [dog|fox]"),
     }
 
 

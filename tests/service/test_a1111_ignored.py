@@ -199,23 +199,23 @@ def test_each_listed_upscaler_enlarges_and_is_recorded_in_the_image(server: Runn
 @pytest.mark.slow
 def test_unsupported_constructs_of_every_prompt_are_in_the_header_and_the_answer(server: RunningServer) -> None:
     beginnings = {
-        "prompt": "'[cat|dog]' in the prompt is not supported", "negative_prompt": "'[a:b:3]' in the negative prompt",
-        "hr_prompt": "'AND' in the prompt is", "hr_negative_prompt": "'<hypernet:ink:1>' in the negative prompt was",
+        "prompt": "'<hypernet:a:1>' in the prompt was", "negative_prompt": "'<hypernet:b:1>' in the negative prompt was",
+        "hr_prompt": "'<hypernet:c:1>' in the prompt", "hr_negative_prompt": "'<hypernet:d:1>' in the negative prompt",
     }  # fmt: skip
     body = {
-        "prompt": "a [cat|dog]", "negative_prompt": "[a:b:3]", "hr_prompt": "a cat AND a dog", "steps": 2,
-        "hr_negative_prompt": "<hypernet:ink:1>", "enable_hr": True, "hr_scale": 1.5, "width": 64, "height": 64,
+        "prompt": "a cat <hypernet:a:1>", "negative_prompt": "<hypernet:b:1>", "hr_prompt": "a cat <hypernet:c:1>",
+        "steps": 2, "hr_negative_prompt": "<hypernet:d:1>", "enable_hr": True, "hr_scale": 1.5, "width": 64, "height": 64,
     }  # fmt: skip
     answer = post(server, "txt2img", body)
     warnings = json.loads(answer.json()["info"])["warnings"]
     for beginning in beginnings.values():
         assert sum(sentence.startswith(beginning) for sentence in warnings) == 1, beginning
         assert beginning in answer.headers["x-diffserve-warnings"]
-    start = {"init_images": [in_base64(picture(64, 64))], "prompt": "a [cat|dog]", "steps": 2}
+    start = {"init_images": [in_base64(picture(64, 64))], "prompt": "a cat <hypernet:a:1>", "steps": 2}
     repainted = json.loads(post(server, "img2img", start).json()["info"])["warnings"]
     assert any(sentence.startswith(beginnings["prompt"]) for sentence in repainted)
     for syntax, number in (("a1111", 1), ("plain", 0)):
-        painted = server.paint("a [cat|dog]", prompt_syntax=syntax)
+        painted = server.paint("a cat <hypernet:a:1>", prompt_syntax=syntax)
         sentences = [sentence for sentence in painted.json()["warnings"] if sentence.startswith(beginnings["prompt"])]
         assert len(sentences) == number
         assert (beginnings["prompt"] in painted.headers.get("x-diffserve-warnings", "")) == bool(number)

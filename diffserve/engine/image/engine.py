@@ -309,7 +309,8 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         return request_id
 
     def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
-        texts = "\n".join(live.request.texts.values())
+        request = live.request
+        texts = "\n".join((request.prompt, *request.image_prompts, request.negative_prompt))
         return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
 
     def _is_ready(self, live: LiveRequest) -> bool:

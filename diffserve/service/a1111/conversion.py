@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
+from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.types import MAX_IMAGES, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
@@ -120,7 +121,13 @@ class Hires(NamedTuple):
     @property
     def texts(self) -> dict[str, str]:
         """Prompts for the text encoders, by field name."""
-        return {"hr_prompt": read_tags(self.body.prompt)[0], "hr_negative_prompt": self.body.negative_prompt or ""}
+        texts: dict[str, str] = {}
+        prompts = {"prompt": read_tags(self.body.prompt)[0], "negative_prompt": self.body.negative_prompt or ""}
+        for name, prompt in prompts.items():
+            each = (prompt, *texts_read(prompt, name, [self.body.num_inference_steps or USUAL_STEPS]))
+            for number, text in enumerate(dict.fromkeys(each), start=1):
+                texts[f"hr_{name}" if number == 1 else f"hr_{name}#{number}"] = text
+        return texts
 
 
 def convert_body(
