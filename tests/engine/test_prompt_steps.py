@@ -13,9 +13,19 @@ from numpy.typing import NDArray
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import GenerationRequest, ImageResult
+from diffserve.engine import Engine
+from diffserve.media.infotext import write_infotext
+from diffserve.models.controlnets import Control
+from diffserve.models.loras import Lora
+from diffserve.runtime import load_model
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
+from tests.engine import controlnets, loras
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import PIPELINES, image_request, load_pipeline, spacing_of, use_sampler
+from tests.engine.test_init_images import fields_of
+from tests.engine.test_refiner import profile_of
 
 TOLERANCE = 1e-4
 Texts = Callable[[int], str]
@@ -193,3 +203,74 @@ def test_texts_too_long_in_all_fail_alone(make_engine: MakeEngine) -> None:
     pieces = "|".join(f"{'cat ' * 75 * 10}{number}" for number in range(8))
     with pytest.raises(InvalidRequest, match=r"over all steps and parts need \d+ chunks of 75 tokens; at most 64"):
         engine.generate(image_request("sd15", "ddim", 1, prompt=f"[{pieces}]"))
+
+
+def test_images_of_one_request_have_their_own_prompts(make_engine: MakeEngine) -> None:
+    prompts = ("cat", "the [red|dog] fox", "cat AND dog", "cat")
+    fields: dict[str, Any] = {"num_steps": 3, "prompt": "cat", "num_images": 4, "image_prompts": prompts}
+    engine = make_engine(max_rows=16, result_cache_bytes=1 << 24)
+    results = engine.generate(image_request("sd15", "ddim", 5, template="{...}", **fields))
+    assert [result.prompt for result in results] == list(prompts)
+    assert [result.num_evaluations for result in results] == [6, 6, 9, 6]
+    assert all('Template: "{...}"' in write_infotext(result, width_px=64, height_px=64) for result in results)
+    for index, prompt in enumerate(prompts):
+        [alone] = make_engine().generate(image_request("sd15", "ddim", 5 + index, num_steps=3, prompt=prompt))
+        assert np.array_equal(latents_of(alone), latents_of(results[index]))
+        [cached] = engine.generate(image_request("sd15", "ddim", 5 + index, num_steps=3, prompt=prompt))
+        assert cached.cached == "hit"
+    with pytest.raises(InvalidRequest, match="4 prompts were given for 1 images"):
+        image_request("sd15", "ddim", 5, image_prompts=prompts)
+
+
+@pytest.fixture(scope="module")
+def everything(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """Return a maker of engines of the tiny SDXL with a refiner, adapters and ControlNets."""
+    path = tiny_model("sdxl")
+    profile = profile_of(path, refiner=tiny_model("refiner"))
+    model = load_model(path, dtype="float32", device=DEVICE, profile=profile)
+    unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(path / "unet"))
+    folder = controlnets.write_folder(tmp_path_factory.mktemp("controlnets"), unet)
+    model = loras.with_folder(model, loras.write_folder(tmp_path_factory.mktemp("loras"), model))
+    model = controlnets.with_folder(model, folder)
+    return lambda **config: Engine(model, EngineConfig(max_rows=16, **config))
+
+
+OTHER_FIELDS: dict[str, dict[str, Any]] = {
+    "ControlNet": {"controlnets": (Control("edges"),), "control_images": (controlnets.control_map(0),)},
+    "LoRA": {"loras": (Lora("everything", 0.8),)},
+    "refiner": {"switch_at": 0.5},
+    "DeepCache": {"cache_interval": 2},
+    "img2img": {"strength": 0.6, **fields_of(False)},
+    "inpainting": {"strength": 0.8, **fields_of(True)},
+}
+
+
+def test_changing_prompts_work_with_other_fields_and_depend_on_no_neighbor(everything: Callable[..., Engine]) -> None:
+    """An alternation of one text is the plain prompt; two equal parts of weight 1/2 are it within rounding."""
+    ways = {
+        "plain": "the red fox", "same": "the [red|red] fox", "parts": "the red fox :0.5 AND the red fox :0.5",
+        "edited": "the [red:dog:0.5] fox", "composed": "the red fox AND [dog|cat] :0.5",
+    }  # fmt: skip
+
+    def requests() -> dict[tuple[str, str], GenerationRequest]:
+        return {
+            (name, way): image_request("sdxl", "ddim", 3, num_steps=4, prompt=prompt, **fields)
+            for name, fields in OTHER_FIELDS.items()
+            for way, prompt in ways.items()
+        }
+
+    engine = everything()
+    together = dict(zip(requests(), engine.generate([*requests().values()]), strict=True))
+    assert max(len(set(tick.request_ids)) for tick in engine.trace) > 3
+    alone = everything()
+    for (name, way), request in requests().items():
+        result, plain = together[name, way], latents_of(together[name, "plain"])
+        [solo] = alone.generate(request)
+        assert np.array_equal(latents_of(solo), latents_of(result)), (name, way)
+        if way == "same":
+            assert np.array_equal(latents_of(result), plain), name
+        elif way == "parts":
+            assert np.abs(latents_of(result) - plain).max() < TOLERANCE * np.abs(plain).max(), name
+        elif way != "plain":
+            assert np.abs(latents_of(result) - plain).max() > TOLERANCE * np.abs(plain).max(), (name, way)
+    engine.check_integrity()

@@ -130,7 +130,8 @@ def requests(kind: str) -> dict[str, GenerationRequest]:
         ),
         "of two parts": image_request(kind, "ddim", 3, num_steps=2, prompt="the red fox AND a dog :0.5"),
         "of two prompts": replace(
-            image_request(kind, "ddim", 3, num_steps=2, prompt="cat", num_images=2),
+            image_request(kind, "ddim", 3, num_steps=2, prompt="cat"),
+            num_images=2,
             image_prompts=("cat", "a [dog|cat]"),
         ),
         "a ControlNet": controlled(edges, kind=kind, num_steps=2),

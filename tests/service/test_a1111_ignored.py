@@ -199,12 +199,13 @@ def test_each_listed_upscaler_enlarges_and_is_recorded_in_the_image(server: Runn
 @pytest.mark.slow
 def test_unsupported_constructs_of_every_prompt_are_in_the_header_and_the_answer(server: RunningServer) -> None:
     beginnings = {
-        "prompt": "'<hypernet:a:1>' in the prompt was", "negative_prompt": "'<hypernet:b:1>' in the negative prompt was",
+        "prompt": "'<hypernet:a:1>' in the prompt", "negative_prompt": "'<hypernet:b:1>' in the negative prompt",
         "hr_prompt": "'<hypernet:c:1>' in the prompt", "hr_negative_prompt": "'<hypernet:d:1>' in the negative prompt",
     }  # fmt: skip
     body = {
         "prompt": "a cat <hypernet:a:1>", "negative_prompt": "<hypernet:b:1>", "hr_prompt": "a cat <hypernet:c:1>",
-        "steps": 2, "hr_negative_prompt": "<hypernet:d:1>", "enable_hr": True, "hr_scale": 1.5, "width": 64, "height": 64,
+        "steps": 2, "hr_negative_prompt": "<hypernet:d:1>", "enable_hr": True, "hr_scale": 1.5, "width": 64,
+        "height": 64,
     }  # fmt: skip
     answer = post(server, "txt2img", body)
     warnings = json.loads(answer.json()["info"])["warnings"]
