@@ -328,7 +328,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     ),
     "template": RequestField(
         type=TemplateMode,
-        help="Resolve {a|b} and __wildcards__ in the prompt: off, random (by the seed) or combinatorial.",
+        help="Resolve braces and wildcards of the prompt: off, random (by the seed) or combinatorial.",
         absent="off",
         a1111="template",
     ),

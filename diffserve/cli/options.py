@@ -87,7 +87,7 @@ SETTING_OPTIONS: Final = {
         "model.sampler_dir", "--sampler-dir", "Folder of learned samplers that requests can name.", "DIR"
     ),
     "wildcard_dir": SettingOption(
-        "model.wildcard_dir", "--wildcard-dir", "Folder of text files for __NAME__ in prompt templates.", "DIR"
+        "model.wildcard_dir", "--wildcard-dir", "Folder of text files for wildcards in prompt templates.", "DIR"
     ),
     "refiner": SettingOption("model.refiner", "--refiner", "Run the last steps with this model.", "MODEL"),
     "scorer": SettingOption("model.scorer", "--scorer", SCORER_HELP, "DIR"),

@@ -79,7 +79,9 @@ def generate(
     ] = "a1111",
     template: Annotated[
         str,
-        typer.Option("--template", help="Resolve {a|b} and __wildcards__: random or combinatorial.", metavar="MODE"),
+        typer.Option(
+            "--template", help="Resolve braces and wildcards of the prompt: random or combinatorial.", metavar="MODE"
+        ),
     ] = "off",
     shared: dict[str, Any],
     sizes: Annotated[
