@@ -110,13 +110,13 @@ def test_plain_prompt_has_no_constructs() -> None:
     ],
 )
 def test_long_prompts_are_parsed_quickly(prompt: str) -> None:
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     assert all(len(sentence) < 400 for sentence in unserved_constructs(prompt))
     with suppress(InvalidRequest):
         texts_by_step(prompt, 50, "prompt")
     with suppress(InvalidRequest):
         split_parts(prompt)
-    assert time.perf_counter() - started_s < 1.0
+    assert time.process_time() - started_s < 1.0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ NO_FILES = Wildcards("")
 
 @pytest.fixture
 def wildcards(tmp_path: Path) -> Wildcards:
-    """Return a folder with wildcards, one of which names itself, and a file beside the folder."""
+    """Return a folder with wildcards, one of which names itself, and a file outside of the folder."""
     folder = tmp_path / "words"
     (folder / "style").mkdir(parents=True)
     (folder / "colors.txt").write_text("# all colors\nred\n\n3::blue\n{light|dark} green\n")
@@ -159,8 +159,8 @@ def test_modes_folders_and_numbers_of_combinations_are_checked(wildcards: Wildca
     ],
 )
 def test_long_templates_are_resolved_or_refused_quickly(template: str, wildcards: Wildcards) -> None:
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for mode in ("random", "combinatorial"):
         with suppress(InvalidRequest):
             resolve_templates(template, mode, [1, 2], wildcards)
-    assert time.perf_counter() - started_s < 4.0
+    assert time.process_time() - started_s < 4.0

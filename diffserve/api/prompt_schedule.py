@@ -1,4 +1,4 @@
-"""Prompts that change during denoising, and prompts of several parts, in A1111's syntax (no torch).
+"""Prompt editing, alternation and composition in A1111's syntax: the texts of a prompt at each step (no torch).
 
 Editing: ``[from:to:when]`` reads ``from`` until step ``when`` and ``to`` afterwards; ``[to:when]`` adds words and
 ``[from::when]`` removes them. ``when`` with a decimal point is a fraction of the steps, else a number of steps.
@@ -47,7 +47,7 @@ class _Edit:
     when: str
     depth: int
 
-    def chosen(self, step: int, num_steps: int) -> _Items:
+    def items_at(self, step: int, num_steps: int) -> _Items:
         number = float(self.when)
         first = int(round(number * num_steps, 6)) if "." in self.when else int(number)
         return self.before if step < first else self.after
@@ -60,7 +60,7 @@ class _Alternation:
     options: tuple[_Items, ...]
     depth: int
 
-    def chosen(self, step: int, num_steps: int) -> _Items:
+    def items_at(self, step: int, num_steps: int) -> _Items:
         return self.options[step % len(self.options)]
 
 
@@ -202,7 +202,7 @@ def _written(items: _Items, step: int, num_steps: int) -> Iterable[str]:
         if isinstance(item, str):
             yield item
         else:
-            yield from _written(item.chosen(step, num_steps), step, num_steps)
+            yield from _written(item.items_at(step, num_steps), step, num_steps)
 
 
 def _parse(text: str, name: str) -> _Items:

@@ -66,8 +66,8 @@ def reference_latents(
             scaled = scheduler.scale_model_input(x, timestep)
 
             def predict(text: str) -> Any:
-                states, others = encode(text)
-                return pipeline.unet(scaled, timestep, encoder_hidden_states=states, **others).sample  # noqa: B023
+                states, more_inputs = encode(text)
+                return pipeline.unet(scaled, timestep, encoder_hidden_states=states, **more_inputs).sample  # noqa: B023
 
             uncond = predict(negative(step))
             output = uncond.clone()
@@ -123,8 +123,10 @@ def test_a_prompt_between_two_switches_has_the_bytes_of_plain_prompts(make_engin
     """An edit at the first or after the last step is the plain prompt."""
     engine = make_engine()
     prompts = ("the [cat:red:0.0] fox", "the red fox", "the [red:cat:1.0] fox", "the [red:cat:10] fox")
-    first, *others = (latents_of(engine.generate(image_request("sd15", "heun", 1, prompt=each))[0]) for each in prompts)
-    for other in others:
+    first, *same_images = (
+        latents_of(engine.generate(image_request("sd15", "heun", 1, prompt=each))[0]) for each in prompts
+    )
+    for other in same_images:
         assert np.array_equal(first, other)
 
 

@@ -466,8 +466,8 @@ def _check_picture(
 def _unserved(request: GenerationRequest) -> tuple[str, ...]:
     """Return a warning for each kind of construct in the prompts that A1111 applies and this engine does not."""
     prompts = dict.fromkeys((request.prompt, *request.image_prompts))
-    found = dict.fromkeys(sentence for prompt in prompts for sentence in unserved_constructs(prompt))
-    return (*found, *unserved_constructs(request.negative_prompt, is_negative=True))
+    sentences = dict.fromkeys(sentence for prompt in prompts for sentence in unserved_constructs(prompt))
+    return (*sentences, *unserved_constructs(request.negative_prompt, is_negative=True))
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:

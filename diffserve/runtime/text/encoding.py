@@ -209,13 +209,13 @@ class TextEncoderRunner:
         width_px: int,
         height_px: int,
         reading: TextReading = AS_TRAINED,
-        least_chunks: int = 1,
+        min_chunks: int = 1,
     ) -> Conditioning:
-        """Embeddings of ``prompt`` and ``negative``, padded to the same number of chunks, at least ``least_chunks``.
+        """Embeddings of ``prompt`` and ``negative``, padded to the same number of chunks, at least ``min_chunks``.
 
         Raises InvalidRequest for a prompt that is too long or weighted beyond measure.
         """
-        num_chunks = max(least_chunks, self.count_chunks(prompt))
+        num_chunks = max(min_chunks, self.count_chunks(prompt))
         with negative_prompt_errors():
             num_chunks = max(num_chunks, self.count_chunks(negative))
         cond, pooled_cond = self._encode_padded(prompt, num_chunks, reading)
@@ -248,7 +248,7 @@ class TextEncoderRunner:
             num_chunks = max([1, *counts])
         size = {"width_px": width_px, "height_px": height_px}
         return tuple(
-            self.encode(prompt, negative or "", **size, reading=reading, least_chunks=num_chunks)
+            self.encode(prompt, negative or "", **size, reading=reading, min_chunks=num_chunks)
             for prompt, negative in pairs
         )
 

@@ -209,8 +209,8 @@ class PromptPages:
         if len(read) > 1:
             texts = {text for pair in pairs for text in pair if text}
             check_total_chunks(sum(len(self.text.windows(text)) for text in texts), self.text.window_tokens)
-            most = max(len(cond) for cond, _ in read)
-            read = [self.windows(*pair, most) for pair in pairs]
+            num_windows = max(len(cond) for cond, _ in read)
+            read = [self.windows(*pair, num_windows) for pair in pairs]
         if not reading.adapters and reading.clip_skip == 1:
             return read
         change = partial(replace, adapters=reading.adapters, clip_skip=reading.clip_skip)
@@ -302,14 +302,14 @@ class PromptPages:
         return Window(tuple(chunks))
 
     def windows(
-        self, prompt: str, negative: str | None, least: int = 1
+        self, prompt: str, negative: str | None, min_windows: int = 1
     ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """Return the windows of both texts, padded with empty windows to the longer one and at least ``least``.
+        """Return the windows of both texts, padded with empty windows to the longer one and at least ``min_windows``.
 
         There are none for a ``negative`` of ``None``.
         """
         cond, empty = self.text.windows(prompt), self.text.windows("")
-        cond += empty * max(0, least - len(cond))
+        cond += empty * max(0, min_windows - len(cond))
         if negative is None:
             return cond, ()
         if self.text.zero_empty_negative and not negative:
