@@ -61,3 +61,10 @@ def test_a_truncated_form_is_refused(step: int) -> None:
         with pytest.raises(HttpError, match="ends before its closing boundary") as caught:
             read(FORM[:-cut], step)
         assert (caught.value.status, caught.value.code) == (400, "invalid_form")
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_field_that_is_not_utf_8_is_refused(step: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt is not UTF-8 at byte 2; send"):
+        read(FORM.replace(b"a fox", b"a \xff\xfe"), step)
+    assert read(FORM.replace(b"a fox", "ein Fuchs über".encode()), step).fields == {"prompt": "ein Fuchs über"}

@@ -50,14 +50,14 @@ def sweep(
         ),
     ] = None,
     prompts: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--prompts",
-            help="Number of held-out captions of the embedded model, a text file with one prompt per line, a .jsonl "
-            "file with a prompt field (GenEval), or a folder of .txt files (DPG-Bench).",
+            help="Number of held-out captions of the embedded model (default 64; with --search 200), a text file with "
+            "one prompt per line, a .jsonl file with a prompt field (GenEval), or a folder of .txt files (DPG-Bench).",
             metavar="N|FILE|FOLDER",
         ),
-    ] = "64",
+    ] = None,
     seeds: Annotated[
         int | None,
         typer.Option("--seeds", help="Images per prompt in each cell (default 4; with --gate 1).", metavar="N"),
@@ -187,6 +187,8 @@ def sweep(
     """
     from diffserve.cli.sweep import SweepOptions, run
 
+    if prompts is None:
+        prompts = "200" if search else "64"
     options = SweepOptions(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output, axes=tuple(axes or ()), detect=detect,

@@ -41,6 +41,9 @@ EXPONENTS: Final = (0.9, 1.0, 1.1)
 
 DB_PER_NAT: Final = 10.0 / math.log(10.0)
 SETS: Final = ("training", "validation", "test")
+MAX_HELD_BACK: Final = 28
+"""Largest number of prompts for validation, and for the test."""
+
 WARMUP: Final = 5
 SMALLEST_DECAY: Final = 0.02
 MAX_GRADIENT: Final = 1.0
@@ -67,14 +70,14 @@ class SearchPlan:
     validation: tuple[str, ...]
     test: tuple[str, ...]
     first_seed: int = 10_000
-    iterations: int = 20
+    iterations: int = 120
     batch: int = 4
-    target_steps: int = 25
+    target_steps: int = 40
 
     @classmethod
     def split(cls, prompts: Sequence[str], guidance_scale: float, **settings: Any) -> SearchPlan:
-        """Split at least five different prompts: a fifth for validation, a fifth for the test, the rest to train."""
-        part = len(prompts) // 5
+        """Split five or more different prompts: a fifth, at most ``MAX_HELD_BACK``, to validate and to test each."""
+        part = min(len(prompts) // 5, MAX_HELD_BACK)
         training, validation, test = prompts[: -2 * part], prompts[-2 * part : -part], prompts[-part:]
         return cls(guidance_scale, tuple(training), tuple(validation), tuple(test), **settings)
 

@@ -98,6 +98,19 @@ class _Parser(MultiPartParser):
         if upload is not None:
             self._current_part.file = _Upload(upload.file, size=0, filename=upload.filename, headers=upload.headers)
 
+    def on_part_end(self) -> None:
+        """End a part. A field that is not UTF-8 is refused, as in JSON; starlette would read it as Latin-1."""
+        part = self._current_part
+        if part.file is None:
+            try:
+                part.data.decode()
+            except UnicodeDecodeError as error:
+                name = show_name(part.field_name)
+                raise InvalidRequest(
+                    f"{name} is not UTF-8 at byte {error.start}; send text as UTF-8.", param=name
+                ) from None
+        super().on_part_end()
+
 
 async def read_form(request: Request, *, max_files: int) -> Form[bytes]:
     """Read a form with all of its files. Raises InvalidRequest or HttpError if it is malformed or too large."""

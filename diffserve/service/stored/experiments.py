@@ -198,6 +198,7 @@ class ExperimentRoutes:
         self._engine = context.engine
         self._gate = context.gate
         self._safety = safety
+        self._warm_models: set[str] = set()  # whose engines have run images for an estimate
         path = "/v1/experiments/{experiment_id}"
         app.get("/v1/experiments", summary="List experiments")(self.list_experiments)
         app.get(path, summary="Describe an experiment with its finished cells")(self.retrieve)
@@ -226,7 +227,9 @@ class ExperimentRoutes:
             if self._safety is not None:
                 await ANSWERS.run(self._check_prompts, self._safety, plan)
             warnings = [*body.warnings, *await ANSWERS.run(_warnings, plan, info)]
-            seconds = await ExperimentForecast(self._engine, plan, info, f"{BATCH}{owner}").seconds()
+            forecast = ExperimentForecast(self._engine, plan, info, f"{BATCH}{owner}")
+            seconds = await forecast.seconds(warms_up=info.model_id not in self._warm_models)
+            self._warm_models.add(info.model_id)
             if body.plan_only:
                 power = await ANSWERS.run(state_power, plan, None)
                 return JSONResponse(plan_object(plan, info.model_id, seconds, power) | {"warnings": warnings})
