@@ -99,7 +99,7 @@ def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: Mode
         request: The request.
         seeds: The seeds of the image and of its variation.
         info: The model.
-        adapters: Digests of the LoRAs and ControlNets, since a file of the same name may have changed.
+        adapters: Digests of the LoRAs, ControlNets and IP-Adapters, since a file of the same name may have changed.
     """
     seed, variation_seed = seeds
     diffusion = replace(request.diffusion, variation_seed=variation_seed)
@@ -185,7 +185,10 @@ class SharedImages:
             request,
             seeds,
             self._info,
-            settings.lora_digest + settings.control_digest + settings.sampler_digest.encode(),
+            settings.lora_digest
+            + settings.control_digest
+            + settings.reference_digest
+            + settings.sampler_digest.encode(),
         )
         image, leader = self.results.get(key), self._leaders.get(key)
         if image is not None:

@@ -341,7 +341,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _forget(self, live: LiveRequest) -> None:
         """Remove a request that is over."""
-        live.lora_loading = live.control_loading = None
+        live.lora_loading = live.control_loading = live.reference_loading = None
         if self.live.pop(live.request_id, None) is not None:
             self._share.leave(live)
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from diffserve.api.fields import NoiseSource
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
+from diffserve.runtime.reference_pages import PagedReference
 from diffserve.runtime.text.conditioning import AnyConditioning
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
@@ -120,6 +121,7 @@ class ImageState:
             SDXL's refiner.
         controls: ControlNets of the request, in its order.
         texts: Prompt embeddings for ControlNets, ``None`` without ControlNets.
+        references: Reference images of the request, in its order.
         features: Features (F, h, w) of the latest full call for shallow calls; the key is whether the row is
             unconditional.
         refined: Inputs of the refiner, until the image switches to it.
@@ -137,6 +139,7 @@ class ImageState:
     time_ids: Tensor | None = None
     controls: tuple[ActiveControl, ...] = ()
     texts: Conditioning | None = None
+    references: tuple[PagedReference, ...] = ()
     features: dict[bool, Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
 
@@ -156,18 +159,24 @@ class ImageState:
             stream.next_draw = next_draw
 
     def switch(self) -> None:
-        """Switch to the refiner's UNet, and release the base model's conditioning and adapters."""
+        """Switch to the refiner's UNet, and release the base model's conditioning, references and adapters."""
         assert self.refined is not None
-        self.conditioning.close()
+        self._close_base()
         self.features.clear()
         self.conditioning, self.time_ids = self.refined.conditioning, self.refined.time_ids
         self.loras = self.refined = None
 
     def close(self) -> None:
-        """Release the pages of the conditioning."""
-        self.conditioning.close()
+        """Release the pages of conditioning and references."""
+        self._close_base()
         if self.refined is not None:
             self.refined.conditioning.close()
+
+    def _close_base(self) -> None:
+        self.conditioning.close()
+        for reference in self.references:
+            reference.close()
+        self.references = ()
 
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:

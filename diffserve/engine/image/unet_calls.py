@@ -11,10 +11,12 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.engine.image.batch import ImageBatch
@@ -31,7 +33,7 @@ from diffserve.runtime.text.conditioning import Conditioner, ConditioningRow
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.transfer import send
 from diffserve.runtime.unet.controlnet import Residuals, residual_shapes
-from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
+from diffserve.runtime.unet.cross_attention import Contexts, ImagePart, KeysValues
 from schedulers import COLUMNS
 
 STACKS_KEPT = 16
@@ -41,6 +43,9 @@ SPARE_BYTES = 1 << 26
 """Largest buffer of stacked adapters that is kept for the next images: allocating one takes longer than filling it."""
 
 Result = TypeVar("Result")
+
+ReferencedRow = tuple[ImageTask, bool, tuple[int, ...]]
+"""Image of a row, whether it is the unconditional row, and the places of its active references."""
 
 TIMESTEP = COLUMNS.index("timestep")
 
@@ -106,6 +111,7 @@ class UNetCaller:
         self._clock = clock
         self._timed: deque[tuple[CostCurve, int, TimeSpan]] = deque()
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
+        self._images: LRUCache[tuple[ReferencedRow, ...], tuple[ImagePart, ...]] = LRUCache(STACKS_KEPT)
         self._spare: Tensor | None = None
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
@@ -225,6 +231,7 @@ class UNetCaller:
     def free_caches(self) -> None:
         """Free all memory that is only kept to save time."""
         self._stacks.clear()
+        self._images.clear()
         self._spare = None
         if self.refiner_caller is not None:
             self.refiner_caller.free_caches()
@@ -271,7 +278,7 @@ class UNetCaller:
             output = self.model.unet.predict(
                 scaled,
                 timesteps,
-                stack.contexts,
+                self._with_images(stack.contexts, batch, rows),
                 **stack.conditions,
                 features=features,
                 compiled=self.groups.compiled.of(group),
@@ -297,6 +304,25 @@ class UNetCaller:
         return owners, self._stack(
             tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded)
         )
+
+    def _with_images(self, contexts: Contexts, batch: ImageBatch, rows: range) -> Contexts:
+        """Return ``contexts`` with the references of ``rows`` that are active in this step.
+
+        Rows used as padding have none.
+        """
+        tasks = [batch.tasks[batch.image_of_row[row]] for row in rows]
+        if not any(task.references_now for task in tasks):
+            return contexts
+        assert isinstance(contexts, KeysValues)  # references are refused without pages
+        key = tuple((task, batch.is_uncond(row), task.references_now) for task, row in zip(tasks, rows, strict=True))
+        if key not in self._images:
+            self._images[key] = self.conditioner.image_parts(
+                [
+                    [task.loaded_state.references[place].row(is_uncond=is_uncond) for place in places]
+                    for task, is_uncond, places in key
+                ]
+            )
+        return replace(contexts, images=self._images[key])
 
     @contextmanager
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
@@ -336,6 +362,8 @@ class UNetCaller:
         """Drop the stacks of images that have left."""
         for key in [key for key in self._stacks if any(task.state is None for task, _ in key)]:
             self._drop(key)
+        for images in [images for images in self._images if any(task.state is None for task, _, _ in images)]:
+            del self._images[images]
 
     def _drop(self, key: tuple[tuple[ImageTask, bool], ...]) -> int:
         """Drop a stack and return its size in bytes; its adapter buffer may be reused."""

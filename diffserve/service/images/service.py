@@ -218,7 +218,7 @@ class ImageService:
                 warnings=warnings,
             )
 
-        if body.controlnets or start_reader is not None or isinstance(body, StartBody):
+        if body.controlnets or body.references or start_reader is not None or isinstance(body, StartBody):
             plan = await while_connected(request, self._decoders.run(client, resolve))
         else:
             plan = resolve(images)
