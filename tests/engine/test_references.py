@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffserve.api.errors import GenerationError
+from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.models.references import Reference
@@ -205,7 +205,7 @@ def test_a_pool_that_is_too_small_refuses_references_and_a_scarce_one_makes_them
     many = referenced(*[Reference(PLUS)] * 8, num_steps=1)
     images = many.reference_images
     assert len({picture.data for picture in images}) == 8
-    with pytest.raises(GenerationError, match="the prompts and references take .* pages and the whole pool has"):
+    with pytest.raises(InvalidRequest, match="the prompts and references take .* pages and the whole pool has"):
         small.generate(many)
     expected = [latents(result) for result in roomy.generate([many, referenced(seed=2, num_steps=1)])]
     scarce = make(kv_pool_bytes=2 * need * pool.page_bytes)

@@ -122,8 +122,7 @@ class ImageState:
         controls: ControlNets of the request, in its order.
         texts: Prompt embeddings for ControlNets, ``None`` without ControlNets.
         references: Reference images of the request, in its order.
-        features: Features (F, h, w) of the latest full call for shallow calls; the key is whether the row is
-            unconditional.
+        features: Features (F, h, w) of the latest full call for shallow calls, by part and view of the row.
         refined: Inputs of the refiner, until the image switches to it.
     """
 
@@ -140,7 +139,7 @@ class ImageState:
     controls: tuple[ActiveControl, ...] = ()
     texts: Conditioning | None = None
     references: tuple[PagedReference, ...] = ()
-    features: dict[bool, Tensor] = field(default_factory=dict)
+    features: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
 
     @property
