@@ -138,7 +138,8 @@ def match_layers(checkpoint: Checkpoint, network: Any) -> tuple[AdapterLayout, l
     width, modules = network.config.cross_attention_dim, find_layers(network)
     if layout.width != width:
         raise ModelLoadError(f"it makes tokens of {layout.width} numbers, the UNet reads {width}")
-    places = {path: place for place, path in enumerate(_paths(network, modules))}
+    names = {module: name for name, module in network.named_modules()}
+    places: dict[int | str, int] = {names[module]: place for place, module in enumerate(modules)}
     by_place = {places.get(layer, layer): pair for layer, pair in layout.layers.items()}
     if set(by_place) != set(range(len(modules))):
         raise ModelLoadError(f"it has {len(by_place)} layers, and they are not the {len(modules)} of this UNet")
@@ -149,11 +150,6 @@ def match_layers(checkpoint: Checkpoint, network: Any) -> tuple[AdapterLayout, l
             if shape != expected:
                 raise ModelLoadError(f"its {name} has shape {list(shape)}, this UNet needs {list(expected)}")
     return layout, pairs
-
-
-def _paths(network: Any, modules: tuple[Any, ...]) -> list[str]:
-    names = {module: name for name, module in network.named_modules()}
-    return [names[module] for module in modules]
 
 
 class LoadedEncoder:

@@ -48,7 +48,8 @@ def adapter_tensors(unet: Any, kind: str, seed: int, *, num_tokens: int = 4) -> 
     width = unet.config.cross_attention_dim
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape) / shape[-1] ** 0.5
+        scale: float = shape[-1] ** -0.5
+        return scale * torch.randn(shape)
 
     def norm(name: str, size: int) -> dict[str, torch.Tensor]:
         return {f"{name}.weight": 1.0 + torch.randn(size) / 8, f"{name}.bias": torch.randn(size) / 8}

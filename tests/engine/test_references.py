@@ -11,15 +11,19 @@ import pytest
 from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import GenerationRequest, ImageResult
+from diffserve.api.types import GenerationRequest, ImageResult, Picture
 from diffserve.engine import Engine
 from diffserve.models.references import Reference
 from diffserve.runtime.loading.library_imports import hushed
+from diffserve.runtime.text.conditioning import PagedConditioner
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
+from tests.engine.controlnets import control_map
 from tests.engine.pipelines import load_pipeline, pipeline_latents
 from tests.engine.references import (
     BASE,
+    DIFFUSERS_BASE,
+    DIFFUSERS_PLUS,
     ENCODER,
     PLUS,
     referenced,
@@ -189,7 +193,7 @@ def test_references_share_pages_and_return_them(make: MakeEngine) -> None:
     assert tables[0].cond.pages == tables[1].cond.pages
     assert tables[0].uncond is not None
     assert tables[0].cond.pages != tables[0].uncond.pages
-    assert tables[0].cond.tenant == engine.runners.conditioner.specs.unet.tenant
+    assert tables[0].cond.tenant == pages_of(engine).specs.unet.tenant
     list(engine.events())
     assert engine.page_stats.num_tables == 0
     engine.check_integrity()
@@ -197,20 +201,35 @@ def test_references_share_pages_and_return_them(make: MakeEngine) -> None:
 
 def test_a_pool_that_is_too_small_refuses_references_and_a_scarce_one_makes_them_wait(make: MakeEngine) -> None:
     roomy = make()
-    pool = roomy.runners.conditioner.pool
-    window = pool.num_pages_for(roomy.runners.conditioner.specs.unet.tenant, 77)
-    need = 2 * window + roomy.runners.conditioner._encoding_pages
-    small = make(kv_pool_bytes=need * pool.page_bytes)
-    [plain] = small.generate(referenced(num_steps=1))
-    many = referenced(*[Reference(PLUS)] * 8, num_steps=1)
-    images = many.reference_images
-    assert len({picture.data for picture in images}) == 8
-    with pytest.raises(InvalidRequest, match="the prompts and references take .* pages and the whole pool has"):
-        small.generate(many)
-    expected = [latents(result) for result in roomy.generate([many, referenced(seed=2, num_steps=1)])]
-    scarce = make(kv_pool_bytes=2 * need * pool.page_bytes)
-    results = scarce.generate([many, referenced(seed=2, num_steps=1)])
+    conditioner = pages_of(roomy)
+    pool, unet = conditioner.pool, conditioner.specs.unet.tenant
+    encoding = max(pool.num_pages_for(spec.tenant, 77) for spec in conditioner.specs.encoders)
+    least = 2 * pool.num_pages_for(unet, 77) + encoding
+    many = [
+        referenced(
+            *[Reference(PLUS)] * 8, seed=seed, num_steps=1, prompt="dog", reference_images=control_maps(8 * seed)
+        )
+        for seed in (1, 2, 3)
+    ]
+    expected = [latents(result) for result in roomy.generate([*many, referenced(seed=4, num_steps=1)])]
+    small = make(kv_pool_bytes=least * pool.page_bytes)
+    with pytest.raises(InvalidRequest, match=r"the prompts and references take [0-9]+ pages and the whole pool has"):
+        small.generate(many[0])
+    small.generate(referenced(num_steps=1))
+    need = 2 * pool.num_pages_for(unet, 77) + 16 * pool.num_pages_for(unet, 6)
+    scarce = make(kv_pool_bytes=max(least, need) * pool.page_bytes)
+    results = scarce.generate([*many, referenced(seed=4, num_steps=1)])
     assert all(np.array_equal(latents(result), wanted) for result, wanted in zip(results, expected, strict=True))
-    assert plain.picture
     for engine in (roomy, small, scarce):
         engine.check_integrity()
+
+
+def control_maps(first: int) -> tuple[Picture, ...]:
+    """Return eight different images."""
+    return tuple(control_map(seed) for seed in range(first, first + 8))
+
+
+def pages_of(engine: Engine) -> PagedConditioner:
+    """Return the conditioner of ``engine``, which has pages."""
+    assert isinstance(engine.runners.conditioner, PagedConditioner)
+    return engine.runners.conditioner
