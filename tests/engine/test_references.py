@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copyfile, copytree
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import GenerationRequest, ImageResult, Picture
+from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult, Picture
 from diffserve.engine import Engine
-from diffserve.models.references import Reference
-from diffserve.runtime.loading.library_imports import hushed
+from diffserve.models.controlnets import Control
+from diffserve.models.references import Reference, ReferenceFolder, read_reference
+from diffserve.runtime import load_model
+from diffserve.runtime.ip_adapter import IPAdapter
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.text.conditioning import PagedConditioner
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
-from tests.engine.controlnets import control_map
+from tests.engine.controlnets import control_map, save_controlnet
+from tests.engine.controlnets import with_folder as with_controls
+from tests.engine.loras import with_folder as with_loras
+from tests.engine.loras import write_folder as write_loras
 from tests.engine.pipelines import load_pipeline, pipeline_latents
 from tests.engine.references import (
     BASE,
@@ -27,9 +43,11 @@ from tests.engine.references import (
     ENCODER,
     PLUS,
     referenced,
+    save_encoder,
     with_folder,
     write_folder,
 )
+from tests.engine.test_refiner import profile_of
 
 TOLERANCE = 1e-4
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
@@ -233,3 +251,236 @@ def pages_of(engine: Engine) -> PagedConditioner:
     """Return the conditioner of ``engine``, which has pages."""
     assert isinstance(engine.runners.conditioner, PagedConditioner)
     return engine.runners.conditioner
+
+
+@pytest.mark.slow
+def test_controlnets_and_references_of_one_image_are_those_of_diffusers(
+    folders: Any, tiny_model: Any, loaded: Any, tmp_path: Path
+) -> None:
+    unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(tiny_model("sd15") / "unet"))
+    save_controlnet(unet, tmp_path / "edges", 1)
+    model = with_folder(with_controls(loaded("sd15"), tmp_path), folders("sd15"))
+    control, images = Control("edges", 0.8), (control_map(1),)
+    request = referenced(Reference(BASE, 0.7), controlnets=(control,), control_images=images)
+    [result] = Engine(model, EngineConfig()).generate(request)
+    with hushed("transformers", "diffusers"):
+        network = import_quietly("diffusers", "ControlNetModel").from_pretrained(str(tmp_path / "edges")).to(DEVICE)
+        pipeline = import_quietly("diffusers", "StableDiffusionControlNetPipeline").from_pretrained(
+            str(tiny_model("sd15")), controlnet=network, safety_checker=None, requires_safety_checker=False
+        )
+        pipeline.load_ip_adapter(str(folders("sd15")), subfolder="", weight_name=f"{BASE}.safetensors")
+    pipeline.to(DEVICE)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.set_ip_adapter_scale(0.7)
+    reference = pipeline_latents(
+        pipeline,
+        request,
+        "sd15",
+        image=[Image.fromarray(images[0].array)],
+        ip_adapter_image=Image.fromarray(request.reference_images[0].array),
+        controlnet_conditioning_scale=0.8,
+        width=64,
+        height=64,
+    )
+    assert np.abs(latents(result) - reference).max() < 10 * TOLERANCE  # that of ControlNets alone
+
+
+@pytest.mark.slow
+def test_references_with_adapters_masks_and_a_refiner_keep_their_bytes_in_company(
+    folders: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    path = tiny_model("sdxl")
+    profile = msgspec.structs.replace(
+        profile_of(path, refiner=tiny_model("refiner")), reference_dir=str(folders("sdxl"))
+    )
+    model = load_model(path, dtype="float32", device=DEVICE, profile=profile)
+    model = with_loras(model, write_loras(tmp_path, model))
+    mask = np.zeros((64, 64), np.uint8)
+    mask[16:40] = 255
+    inpaint = {"init_image": control_map(8), "mask_image": Picture.from_array(mask), "strength": 0.8}
+    requests = [
+        referenced(Reference(BASE), kind="sdxl", seed=1, prompt="cat <lora:queries>"),
+        referenced(Reference(PLUS), kind="sdxl", seed=2, switch_at=0.5),
+        referenced(Reference(PLUS), Reference(BASE, 0.5), kind="sdxl", seed=3, **inpaint),
+        referenced(kind="sdxl", seed=4, switch_at=0.5),
+        referenced(Reference(BASE), kind="sdxl", seed=5, prompt="dog"),
+    ]
+    alone = [Engine(model, EngineConfig(max_rows=4)).generate(request)[0] for request in requests]
+    engine = Engine(model, EngineConfig(max_rows=4))
+    for result, expected in zip(engine.generate(requests), alone, strict=True):
+        assert np.array_equal(latents(result), latents(expected)), result.seed
+    assert engine.page_stats is not None
+    assert engine.page_stats.num_tables == 0
+    engine.check_integrity()
+
+
+def test_free_mode_computes_the_references_of_rows_together(make: MakeEngine) -> None:
+    requests = [request for request in company() if request.seed != 8]
+    exact = make(max_rows=16).generate(requests)
+    free = make(max_rows=16, deterministic="off").generate(requests)
+    for one, other in zip(exact, free, strict=True):
+        assert np.abs(latents(one) - latents(other)).max() < TOLERANCE
+
+
+def test_what_cannot_be_used_is_refused_in_one_sentence_and_nobody_else_is_touched(
+    tmp_path: Path, folders: Callable[[str], Path], loaded: Callable[[str], Any], make: MakeEngine
+) -> None:
+    whole = load_file(folders("sd15") / f"{PLUS}.safetensors")
+    copytree(folders("sd15") / ENCODER, tmp_path / ENCODER)
+    for name in (BASE, PLUS):
+        copyfile(folders("sd15") / f"{name}.safetensors", tmp_path / f"{name}.safetensors")
+    copyfile(folders("sdxl") / f"{BASE}.safetensors", tmp_path / "xl.safetensors")
+    parts = {
+        "torn": {name: tensor for name, tensor in whole.items() if name != "image_proj.proj_in.bias"},
+        "half": {name: tensor for name, tensor in whole.items() if not name.endswith("1.to_v_ip.weight")},
+        "short": {name: tensor for name, tensor in whole.items() if not name.startswith("ip_adapter.1.")},
+        "face": whole | {"image_proj.perceiver_resampler.proj_in.weight": torch.zeros(2, 2)},
+        "lora": {"unet.conv_in.lora_A.weight": torch.zeros(2, 2)},
+        "blind": whole | {"image_proj.proj_in.weight": torch.zeros(64, 40)},
+        "nan": {name: tensor * float("nan") if name.endswith("latents") else tensor for name, tensor in whole.items()},
+    }
+    for name, tensors in parts.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / f"{BASE}.safetensors").read_bytes()[:100])
+    nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
+    for name, tensor in whole.items():
+        kind, _, rest = name.partition(".")
+        nested[kind][rest] = tensor
+    torch.save(nested, tmp_path / "pickle.bin")
+    engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
+    neighbor = engine.submit(referenced(Reference(BASE), num_steps=1))
+    for request, message in (
+        (
+            referenced(Reference("nowhere")),
+            "there is no IP-Adapter 'nowhere'; the known ones are base, nan, plus, sh",
+        ),
+        (referenced(Reference("xl")), "IP-Adapter 'xl' cannot be used with sd15: it makes tokens of 128 numbers"),
+        (referenced(Reference("torn")), "image_proj has no proj_in.bias"),
+        (referenced(Reference("half")), "some of its layers have no to_k_ip or no to_v_ip"),
+        (referenced(Reference("short")), "layers, and they are not the"),
+        (referenced(Reference("face")), "another kind (FaceID or full face)"),
+        (referenced(Reference("lora")), "is not an IP-Adapter: it has no image_proj"),
+        (referenced(Reference("blind")), "needs a CLIP image encoder of hidden_size 40, and the folder has none"),
+        (referenced(Reference("cut")), "is not a complete safetensors file"),
+        (referenced(Reference("pickle")), "is a pickle file"),
+        (referenced(Reference()), "a reference names no IP-Adapter, and there are several: base, nan, plus; name one."),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
+            engine.submit(request)
+        assert refused.value.param == "references"
+        assert str(tmp_path) not in refused.value.message
+    with pytest.raises(InvalidRequest, match="its tokens of this image are not finite"):
+        engine.generate(referenced(Reference("nan"), num_steps=1))
+    with pytest.raises(InvalidRequest, match="start it with --reference-dir DIR"):
+        Engine(loaded("sd15"), EngineConfig()).submit(referenced(Reference()))
+    with pytest.raises(InvalidRequest, match=r"engine\.cross_attention is plain: set it to paged"):
+        make(cross_attention="plain").submit(referenced(Reference(BASE)))
+    for fields, message in (
+        (("../base",), "give a path below the folder"),
+        ((BASE, float("nan")), "the scale of a reference is nan"),
+        ((BASE, 2.5), "must lie between 0 and 2"),
+        ((BASE, 1.0, 0.5, 0.5), "0 <= start < end <= 1"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            Reference(*fields)
+    with pytest.raises(InvalidRequest, match="9 references are given; at most 8"):
+        referenced(*[Reference(BASE)] * 9)
+    with pytest.raises(InvalidRequest, match="1 references are requested with 0 images"):
+        referenced(Reference(BASE), reference_images=())
+    events = [event for event in engine.events() if event.request_id == neighbor]
+    assert type(events[-1]).__name__ == "Finished"
+    refusal = ReferenceFolder(str(tmp_path)).refused()["pickle"]
+    program = refusal.partition('python -c "')[2].partition('"')[0]
+    subprocess.run([sys.executable, "-c", program, "pickle.bin", "pickle.safetensors"], cwd=tmp_path, check=True)
+    [converted] = engine.generate(referenced(Reference("pickle"), num_steps=1))
+    [original] = engine.generate(referenced(Reference(PLUS), num_steps=1))
+    assert np.array_equal(latents(converted), latents(original))
+    (tmp_path / ENCODER / "model.safetensors").rename(tmp_path / ENCODER / "pytorch_model.bin")
+    assert (
+        "needs the image encoder image_encoder: pytorch_model.bin is a pickle"
+        in ReferenceFolder(str(tmp_path)).refused()[BASE]
+    )
+
+
+def test_the_only_adapter_of_a_model_needs_no_name_and_the_nearest_encoder_is_used(
+    tmp_path: Path, folders: Any, loaded: Any
+) -> None:
+    for kind in ("sd15", "sdxl"):
+        (tmp_path / kind).mkdir()
+        copyfile(folders(kind) / f"{BASE}.safetensors", tmp_path / kind / f"{BASE}.safetensors")
+    for place in (tmp_path / "a", tmp_path / "sd15" / ENCODER, tmp_path):
+        save_encoder(place / ENCODER if place == tmp_path else place)
+    engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
+    [result] = engine.generate(referenced(Reference(), num_steps=1))
+    assert [reference.name for reference in result.references] == ["sd15/base"]
+    digest = hashlib.sha256((tmp_path / "sd15" / "base.safetensors").read_bytes()).hexdigest()
+    assert result.reference_digests == {"sd15/base": digest}
+    label = result.references[0].label(digest)
+    assert label.startswith(f"Model: sd15/base, Hash: {digest[:12]}, Weight: 1, Guidance Start: 0, Guidance End: 1, Im")
+    folder = ReferenceFolder(str(tmp_path))
+    assert folder.find("sd15/base")[1].directory == tmp_path / "sd15" / ENCODER
+    assert folder.find("sdxl/base")[1].directory == tmp_path / "a"
+
+
+def test_memory_goes_to_adapters_that_were_used_last(make: MakeEngine) -> None:
+    engine = make(reference_bytes=1)
+    store = engine.runners.references
+    assert store.planned_bytes == 1
+    [first] = engine.generate(referenced(Reference(PLUS), num_steps=1))
+    gc.collect()
+    assert not store._kept
+    assert not store._alive, "an adapter without a request is in memory"
+    [again] = engine.generate(referenced(Reference(PLUS), num_steps=1))
+    assert np.array_equal(latents(first), latents(again))
+    roomy = make()
+    roomy.generate(referenced(Reference(PLUS), Reference(BASE), num_steps=1))
+    files = [roomy.runners.references.folder.find(name)[0] for name in (BASE, PLUS)]
+    assert len(roomy.runners.references._kept) == 3
+    kept = roomy.runners.references._kept.currsize
+    assert sum(file.stat().st_size for file in files) < kept < 1.5 * sum(file.stat().st_size for file in files)
+
+
+def test_whoever_waits_for_an_adapter_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, may_read, load = make(), threading.Event(), IPAdapter.load.__func__  # type: ignore[attr-defined]
+    num_read = []
+
+    def slowly(cls: type[IPAdapter], *args: Any) -> Any:
+        assert may_read.wait(30)
+        num_read.append(args)
+        return load(cls, *args)
+
+    monkeypatch.setattr(IPAdapter, "load", classmethod(slowly))
+    waiting = [engine.submit(referenced(Reference(BASE), seed=seed, num_steps=2)) for seed in (1, 2)]
+    neighbor = engine.submit(referenced(seed=3, num_steps=2))
+    over: dict[str, str] = {}
+    while neighbor not in over:
+        over |= {event.request_id: type(event).__name__ for event in engine.tick() if isinstance(event, TERMINAL)}
+    assert over == {neighbor: "Finished"}
+    may_read.set()
+    over |= {event.request_id: type(event).__name__ for event in engine.events() if isinstance(event, TERMINAL)}
+    assert [over[name] for name in waiting] == ["Finished", "Finished"]
+    assert len(num_read) == 1, "an adapter that two requests needed was read twice"
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "fields"),
+    [
+        ("cat.png", "cat.png", {}),
+        ("C:\\pictures\\cat.png", "C:\\pictures\\cat.png", {}),
+        ("C:\\pictures\\cat.png:plus:0.5", "C:\\pictures\\cat.png", {"name": "plus", "scale": 0.5}),
+        ("cat.png:0.6", "cat.png", {"scale": 0.6}),
+        ("cat.png:xl/plus", "cat.png", {"name": "xl/plus"}),
+        ("cat.png:plus:0.6:0-0.8", "cat.png", {"name": "plus", "scale": 0.6, "end": 0.8}),
+        ("cat.png:.2-1", "cat.png", {"start": 0.2}),
+    ],
+)
+def test_an_option_names_image_adapter_scale_and_steps_in_order(text: str, image: str, fields: dict[str, Any]) -> None:
+    assert read_reference(text) == (Reference(**fields), image)
+
+
+@pytest.mark.parametrize("text", ["", ":plus", "cat.png:plus:nan", "cat.png:plus:3", "cat.png:plus:0.9-0.1"])
+def test_an_option_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_reference(text)
+    assert refused.value.param == "references"

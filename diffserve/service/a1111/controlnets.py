@@ -55,27 +55,33 @@ UNIT_FIELDS: Final[dict[str, Neutral]] = {
 IP_ADAPTER: Final = "ip-adapter-auto"
 """A1111's module of IP-Adapters, which chooses the image encoder by the file."""
 
-MODULES: Final = (PASSED_THROUGH, CANNY, IP_ADAPTER)
-MODULE_LIST: Final = {
-    "module_list": list(MODULES),
-    "module_detail": {
-        PASSED_THROUGH: {"model_free": False, "sliders": []},
-        CANNY: {
-            "model_free": False,
-            "sliders": [
-                {"name": "Resolution", "value": 512, "min": 64, "max": MAX_RESOLUTION},
-                {"name": "Low Threshold", "value": WEAK, "min": 0, "max": MAX_THRESHOLD},
-                {"name": "High Threshold", "value": STRONG, "min": 0, "max": MAX_THRESHOLD},
-            ],
-        },
-        IP_ADAPTER: {"model_free": False, "sliders": []},
+MODULES: Final[dict[str, dict[str, Any]]] = {
+    PASSED_THROUGH: {"model_free": False, "sliders": []},
+    CANNY: {
+        "model_free": False,
+        "sliders": [
+            {"name": "Resolution", "value": 512, "min": 64, "max": MAX_RESOLUTION},
+            {"name": "Low Threshold", "value": WEAK, "min": 0, "max": MAX_THRESHOLD},
+            {"name": "High Threshold", "value": STRONG, "min": 0, "max": MAX_THRESHOLD},
+        ],
     },
 }
+"""Preprocessors that make control maps."""
 
 
-def control_types(models: Sequence[str], adapters: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the ControlNets ``models``, IP-``adapters`` and preprocessors as the types "All" and "IP-Adapter"."""
-    content = {"module_list": list(MODULES), "model_list": ["None", *models, *adapters]}
+def modules(adapters: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the modules of units, for a server with these IP-``adapters``."""
+    return MODULES | ({IP_ADAPTER: {"model_free": False, "sliders": []}} if adapters else {})
+
+
+def module_list(adapters: Sequence[str]) -> dict[str, Any]:
+    """Return the names and details of the modules of units."""
+    return {"module_list": list(modules(adapters)), "module_detail": modules(adapters)}
+
+
+def control_types(models: Sequence[str], adapters: Sequence[str]) -> dict[str, Any]:
+    """Return the ControlNets ``models``, IP-``adapters`` and modules as the types "All" and "IP-Adapter"."""
+    content = {"module_list": list(modules(adapters)), "model_list": ["None", *models, *adapters]}
     types = {"All": content | {"default_option": PASSED_THROUGH, "default_model": "None"}}
     if adapters:
         content = {"module_list": [IP_ADAPTER], "model_list": ["None", *adapters]}
@@ -217,9 +223,9 @@ def _lower(value: object) -> str:
 async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Response:
     """Answer ``POST /controlnet/detect``: a control map for each picture."""
     body = await read_body(request, DetectBody)
-    module, modules = body.controlnet_module or PASSED_THROUGH, (PASSED_THROUGH, CANNY)
-    message = f"controlnet_module is {show(module)}; use {' or '.join(repr(name) for name in modules)}."
-    check(module in modules, message, "controlnet_module")
+    module = body.controlnet_module or PASSED_THROUGH
+    message = f"controlnet_module is {show(module)}; use {' or '.join(repr(name) for name in MODULES)}."
+    check(module in MODULES, message, "controlnet_module")
     await fetcher.fill(body)
     thresholds = thresholds_of(body.controlnet_threshold_a, body.controlnet_threshold_b)
     resolution = max(0, body.controlnet_processor_res or 0)

@@ -18,7 +18,7 @@ from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.models.references import ReferenceFolder
-from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
+from diffserve.service.a1111.controlnets import API_VERSION, control_types, detect, module_list
 from diffserve.service.a1111.conversion import LANCZOS, NEAREST
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
 from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
@@ -128,7 +128,7 @@ class A1111Routes:
             ("version", lambda: {"version": API_VERSION}, "Version of the API of A1111's ControlNet extension"),
             ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "Number of ControlNets per image"),
             ("model_list", lambda: {"model_list": [*models(), *adapters()]}, "The ControlNets and IP-Adapters"),
-            ("module_list", lambda: MODULE_LIST, "List the ControlNet preprocessors"),
+            ("module_list", lambda: module_list(adapters()), "List the ControlNet preprocessors"),
             (
                 "control_types",
                 lambda: control_types(models(), adapters()),
