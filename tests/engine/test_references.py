@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_models import save_image_encoder
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult, Picture
 from diffserve.engine import Engine
@@ -43,7 +44,6 @@ from tests.engine.references import (
     ENCODER,
     PLUS,
     referenced,
-    save_encoder,
     with_folder,
     write_folder,
 )
@@ -409,7 +409,7 @@ def test_the_only_adapter_of_a_model_needs_no_name_and_the_nearest_encoder_is_us
         (tmp_path / kind).mkdir()
         copyfile(folders(kind) / f"{BASE}.safetensors", tmp_path / kind / f"{BASE}.safetensors")
     for place in (tmp_path / "a", tmp_path / "sd15" / ENCODER, tmp_path):
-        save_encoder(place / ENCODER if place == tmp_path else place)
+        save_image_encoder(place / ENCODER if place == tmp_path else place)
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     [result] = engine.generate(referenced(Reference(), num_steps=1))
     assert [reference.name for reference in result.references] == ["sd15/base"]
