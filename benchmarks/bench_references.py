@@ -3,17 +3,19 @@
     python benchmarks/bench_references.py
     python benchmarks/bench_references.py --kind base --dtype float32
 
-Requests without guidance, a row each, painted together by one engine: with as many different references, and with none,
-in turns (ABBA), by calls that are not compiled, which calls with references never are. Seconds are those of their UNet
-calls, which have all rows where bytes allow it. Also counted: images with references that have the bytes that they have
+Calls of the network with as many rows as references, each row with another one, and calls with none, in turns (ABBA),
+in wall and CPU time. They are not compiled; calls with references never are. Then requests without guidance, a row each,
+painted together by one engine, the same way. Also counted: images with references that have the bytes that they have
 alone. The IP-Adapter and its small image encoder have random weights. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -25,12 +27,15 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_lora import learn_sizes, of_pairs, run
+from benchmarks.bench_lora import call_network, compare_calls, learn_sizes, of_pairs, run
 from benchmarks.random_models import NAMES, adapter_tensors, save_image_encoder, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
 from diffserve.api.types import DiffusionParams, GenerationRequest, Picture
 from diffserve.engine import Engine
+from diffserve.engine.image.task import GroupKey
 from diffserve.models.references import Reference
+from diffserve.runtime.unet.cross_attention import KeysValues
+from diffserve.runtime.unet.random_rows import random_call
 from diffserve.settings.config import EngineConfig
 from diffserve.settings.layers import load_settings
 
@@ -81,6 +86,24 @@ def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> 
     return document | {"references_over_plain": of_pairs(ratios)}
 
 
+def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
+    """Measure the network's own calls of ``rows`` random rows of ``group`` with and without references, in turns."""
+    conditioner, batch = engine.runners.conditioner, requests(rows, 1, 64, 0, has_references=True)
+    references = [request.diffusion.references[0] for request in batch]
+    read = engine.runners.references.begin(references, [request.reference_images[0] for request in batch]).result()
+    held = conditioner.condition("a", None, width_px=group.width_px, height_px=group.height_px)
+    opened = conditioner.open_references([(each, 0.8) for each in read], held, is_guided=False)
+    images = conditioner.image_parts([[reference.row(is_uncond=False)] for reference in opened])
+    call = random_call(engine.model, group.shape, rows, conditioner)
+    assert isinstance(call.contexts, KeysValues)
+    with_images = call._replace(contexts=dataclasses.replace(call.contexts, images=images))
+    arms = {name: partial(call_network, engine, each) for name, each in (("plain", call), ("references", with_images))}
+    document = compare_calls(arms, rows, pairs)
+    for part in (held, *opened):
+        part.close()
+    return document
+
+
 def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
     """Count the images with references that have the same bytes as when generated alone."""
     batch = requests(rows, 2, side_px, 50, has_references=True)
@@ -97,6 +120,7 @@ def main(
     kind: Annotated[str, typer.Option(help=f"Kind of the IP-Adapter: {' or '.join(TOKENS)}.")] = "plus",
     steps: Annotated[int, typer.Option(help="Denoising steps per image.")] = 10,
     pairs: Annotated[int, typer.Option(help="Runs per arm.")] = 5,
+    calls: Annotated[int, typer.Option(help="Calls of the network per arm.")] = 40,
     out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
@@ -117,6 +141,7 @@ def main(
         group = engine.runners.group_of_short_prompts(side_px, side_px)
         document["buckets"] = learn_sizes(engine, {"plain": group}, rows)
         document["same_bytes_as_alone"] = [same_bytes(engine, rows, side_px), rows]
+        document["call"] = measure_calls(engine, group, rows, calls)
         document |= measure(engine, rows, steps, side_px, pairs)
         info = document["model"]
         name = f"references-{info['id']}-{info['device'].replace(':', '')}-{info['dtype']}-{kind}"
