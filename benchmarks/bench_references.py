@@ -4,9 +4,9 @@
     python benchmarks/bench_references.py --kind base --dtype float32
 
 Calls of the network with as many rows as references, each row with another one, and calls with none, in turns (ABBA),
-in wall and CPU time. They are not compiled; calls with references never are. Then requests without guidance, a row each,
-painted together by one engine, the same way. Also counted: images with references that have the bytes that they have
-alone. The IP-Adapter and its small image encoder have random weights. One JSON document to stdout and to results/.
+in wall and CPU time. They are not compiled; calls with references never are. Then requests without guidance, a row
+each, painted together by one engine, the same way. Also counted: images with references that have the bytes of solo
+runs. The IP-Adapter and its small image encoder have random weights. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def test_references_with_adapters_masks_and_a_refiner_keep_their_bytes_in_compan
     model = with_loras(model, write_loras(tmp_path, model))
     mask = np.zeros((64, 64), np.uint8)
     mask[16:40] = 255
-    inpaint = {"init_image": control_map(8), "mask_image": Picture.from_array(mask), "strength": 0.8}
+    inpaint: dict[str, Any] = {"init_image": control_map(8), "mask_image": Picture.from_array(mask), "strength": 0.8}
     requests = [
         referenced(Reference(BASE), kind="sdxl", seed=1, prompt="cat <lora:queries>"),
         referenced(Reference(PLUS), kind="sdxl", seed=2, switch_at=0.5),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -30,7 +30,7 @@ from tests.engine.references import BASE, PLUS, write_folder
 from tests.service.server import RunningServer, running_server
 from tests.service.test_a1111_controlnets import DEFAULT_UNIT, body_of, in_base64
 
-FIELDS = {"seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
+FIELDS: Final[dict[str, Any]] = {"seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
 PICTURE = control_map(5, 96, 64)
 
 
@@ -86,13 +86,13 @@ def test_references_are_read_from_json_and_forms_and_recorded(referenced: Runnin
         assert image.references == (BASE, "diffusers/base", "diffusers/plus", PLUS)
         assert image.refused_references == {}
         file = encode_image(PICTURE)
-        answer = client.generate(
+        images_of_client = client.generate(
             "a cat", references=[{"name": PLUS, "image": file, "scale": 0.8, "end": 0.5}], **FIELDS
         )
-        assert [(one.name, one.scale, one.end, one.image) for one in answer.references] == [
+        assert [(one.name, one.scale, one.end, one.image) for one in images_of_client.references] == [
             (PLUS, 0.8, 0.5, reference.image)
         ]
-        assert answer.data[0].file == first
+        assert images_of_client.images[0].file == first
     assert referenced.num_stalls() == 0
 
 
