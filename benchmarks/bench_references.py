@@ -91,15 +91,15 @@ def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dic
     conditioner, batch = engine.runners.conditioner, requests(rows, 1, 64, 0, has_references=True)
     references = [request.diffusion.references[0] for request in batch]
     read = engine.runners.references.begin(references, [request.reference_images[0] for request in batch]).result()
-    held = conditioner.condition("a", None, width_px=group.width_px, height_px=group.height_px)
-    opened = conditioner.open_references([(each, 0.8) for each in read], held, is_guided=False)
+    conditioning = conditioner.condition("a", None, width_px=group.width_px, height_px=group.height_px)
+    opened = conditioner.open_references([(each, 0.8) for each in read], conditioning, is_guided=False)
     images = conditioner.image_parts([[reference.row(is_uncond=False)] for reference in opened])
     call = random_call(engine.model, group.shape, rows, conditioner)
     assert isinstance(call.contexts, KeysValues)
     with_images = call._replace(contexts=dataclasses.replace(call.contexts, images=images))
     arms = {name: partial(call_network, engine, each) for name, each in (("plain", call), ("references", with_images))}
     document = compare_calls(arms, rows, pairs)
-    for part in (held, *opened):
+    for part in (conditioning, *opened):
         part.close()
     return document
 

@@ -90,12 +90,12 @@ def read_layout(shapes: Mapping[str, Sequence[int]]) -> AdapterLayout:
     except (KeyError, IndexError) as error:
         raise NotAnAdapterError(f"is a damaged IP-Adapter: image_proj has no usable {error.args[0]}") from None
     places = sorted(layers, key=lambda layer: (str(type(layer)), layer))  # paths stay paths, numbers become places
-    named: dict[int | str, tuple[str, str]] = {
+    pairs: dict[int | str, tuple[str, str]] = {
         (place if isinstance(layer, int) else layer): (layers[layer]["k"], layers[layer]["v"])
         for place, layer in enumerate(places)
     }
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
-    return AdapterLayout(kind, num_tokens, width, image_dim, projection, named, num_parameters)
+    return AdapterLayout(kind, num_tokens, width, image_dim, projection, pairs, num_parameters)
 
 
 def _own_name(name: str) -> str:

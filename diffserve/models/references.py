@@ -288,7 +288,7 @@ def encoder_for(file: Path, layout: AdapterLayout, encoders: Sequence[ImageEncod
         )
 
     def distance(encoder: ImageEncoder) -> tuple[int, str]:
-        common = sum(1 for one, other in zip(file.parts, encoder.directory.parts, strict=False) if one == other)
+        common = sum(1 for part, other in zip(file.parts, encoder.directory.parts, strict=False) if part == other)
         return len(encoder.directory.parts) - 2 * common, str(encoder.directory)
 
     return min(fitting, key=distance)

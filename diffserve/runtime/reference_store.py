@@ -88,12 +88,12 @@ class ReferenceStore:
             reason = self.model.unet.unpaged_reason or "engine.cross_attention is plain: set it to paged"
             message = f"references cannot be used with {self.model.model_id}: {reason.rstrip('.')}."
             raise InvalidRequest(message, param=PARAM)
-        named = tuple(
+        resolved = tuple(
             replace(reference, name=self.folder.full_name(reference.name) if reference.name else self._only_name())
             for reference in references
         )
-        digests = [self._check(reference.name).digest for reference in named]
-        return CheckedReferences(named, hashlib.sha256("\n".join(digests).encode()).digest())
+        digests = [self._check(reference.name).digest for reference in resolved]
+        return CheckedReferences(resolved, hashlib.sha256("\n".join(digests).encode()).digest())
 
     def _check(self, name: str) -> Files:
         files = self._stamped(name)

@@ -27,8 +27,8 @@ def in_diffusers_layout(unet_directory: Path, tensors: dict[str, torch.Tensor]) 
     unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(unet_directory))
     nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
     for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        nested[kind][rest] = tensor
+        kind, _, key = name.partition(".")
+        nested[kind][key] = tensor
     unet._load_ip_adapter_weights([nested])
     saved = unet.state_dict()
     return {name: saved[name].clone() for name in saved if "_ip." in name or name.startswith("encoder_hid_proj")}

@@ -222,7 +222,7 @@ def test_a_pool_that_is_too_small_refuses_references_and_a_scarce_one_makes_them
     conditioner = pages_of(roomy)
     pool, unet = conditioner.pool, conditioner.specs.unet.tenant
     encoding = max(pool.num_pages_for(spec.tenant, 77) for spec in conditioner.specs.encoders)
-    least = 2 * pool.num_pages_for(unet, 77) + encoding
+    smallest = 2 * pool.num_pages_for(unet, 77) + encoding
     many = [
         referenced(
             *[Reference(PLUS)] * 8, seed=seed, num_steps=1, prompt="dog", reference_images=control_maps(8 * seed)
@@ -230,14 +230,17 @@ def test_a_pool_that_is_too_small_refuses_references_and_a_scarce_one_makes_them
         for seed in (1, 2, 3)
     ]
     expected = [latents(result) for result in roomy.generate([*many, referenced(seed=4, num_steps=1)])]
-    small = make(kv_pool_bytes=least * pool.page_bytes)
+    small = make(kv_pool_bytes=smallest * pool.page_bytes)
     with pytest.raises(InvalidRequest, match=r"the prompts and references take [0-9]+ pages and the whole pool has"):
         small.generate(many[0])
     small.generate(referenced(num_steps=1))
     need = 2 * pool.num_pages_for(unet, 77) + 16 * pool.num_pages_for(unet, 6)
-    scarce = make(kv_pool_bytes=max(least, need) * pool.page_bytes)
+    scarce = make(kv_pool_bytes=max(smallest, need) * pool.page_bytes)
     results = scarce.generate([*many, referenced(seed=4, num_steps=1)])
-    assert all(np.array_equal(latents(result), wanted) for result, wanted in zip(results, expected, strict=True))
+    assert all(
+        np.array_equal(latents(result), expected_latents)
+        for result, expected_latents in zip(results, expected, strict=True)
+    )
     for engine in (roomy, small, scarce):
         engine.check_integrity()
 
@@ -318,34 +321,37 @@ def test_free_mode_computes_the_references_of_rows_together(make: MakeEngine) ->
     requests = [request for request in company() if request.seed != 8]
     exact = make(max_rows=16).generate(requests)
     free = make(max_rows=16, deterministic="off").generate(requests)
-    for one, other in zip(exact, free, strict=True):
-        assert np.abs(latents(one) - latents(other)).max() < TOLERANCE
+    for result, other in zip(exact, free, strict=True):
+        assert np.abs(latents(result) - latents(other)).max() < TOLERANCE
 
 
 def test_what_cannot_be_used_is_refused_in_one_sentence_and_nobody_else_is_touched(
     tmp_path: Path, folders: Callable[[str], Path], loaded: Callable[[str], Any], make: MakeEngine
 ) -> None:
-    whole = load_file(folders("sd15") / f"{PLUS}.safetensors")
+    tensors_of_plus = load_file(folders("sd15") / f"{PLUS}.safetensors")
     copytree(folders("sd15") / ENCODER, tmp_path / ENCODER)
     for name in (BASE, PLUS):
         copyfile(folders("sd15") / f"{name}.safetensors", tmp_path / f"{name}.safetensors")
     copyfile(folders("sdxl") / f"{BASE}.safetensors", tmp_path / "xl.safetensors")
     parts = {
-        "torn": {name: tensor for name, tensor in whole.items() if name != "image_proj.proj_in.bias"},
-        "half": {name: tensor for name, tensor in whole.items() if not name.endswith("1.to_v_ip.weight")},
-        "short": {name: tensor for name, tensor in whole.items() if not name.startswith("ip_adapter.1.")},
-        "face": whole | {"image_proj.perceiver_resampler.proj_in.weight": torch.zeros(2, 2)},
+        "torn": {name: tensor for name, tensor in tensors_of_plus.items() if name != "image_proj.proj_in.bias"},
+        "half": {name: tensor for name, tensor in tensors_of_plus.items() if not name.endswith("1.to_v_ip.weight")},
+        "short": {name: tensor for name, tensor in tensors_of_plus.items() if not name.startswith("ip_adapter.1.")},
+        "face": tensors_of_plus | {"image_proj.perceiver_resampler.proj_in.weight": torch.zeros(2, 2)},
         "lora": {"unet.conv_in.lora_A.weight": torch.zeros(2, 2)},
-        "blind": whole | {"image_proj.proj_in.weight": torch.zeros(64, 40)},
-        "nan": {name: tensor * float("nan") if name.endswith("latents") else tensor for name, tensor in whole.items()},
+        "blind": tensors_of_plus | {"image_proj.proj_in.weight": torch.zeros(64, 40)},
+        "nan": {
+            name: tensor * float("nan") if name.endswith("latents") else tensor
+            for name, tensor in tensors_of_plus.items()
+        },
     }
     for name, tensors in parts.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / f"{BASE}.safetensors").read_bytes()[:100])
     nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
-    for name, tensor in whole.items():
-        kind, _, rest = name.partition(".")
-        nested[kind][rest] = tensor
+    for name, tensor in tensors_of_plus.items():
+        kind, _, key = name.partition(".")
+        nested[kind][key] = tensor
     torch.save(nested, tmp_path / "pickle.bin")
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     neighbor = engine.submit(referenced(Reference(BASE), num_steps=1))
@@ -436,8 +442,8 @@ def test_memory_goes_to_adapters_that_were_used_last(make: MakeEngine) -> None:
     roomy.generate(referenced(Reference(PLUS), Reference(BASE), num_steps=1))
     files = [roomy.runners.references.folder.find(name)[0] for name in (BASE, PLUS)]
     assert len(roomy.runners.references._kept) == 3
-    kept = roomy.runners.references._kept.currsize
-    assert sum(file.stat().st_size for file in files) < kept < 1.5 * sum(file.stat().st_size for file in files)
+    num_bytes = roomy.runners.references._kept.currsize
+    assert sum(file.stat().st_size for file in files) < num_bytes < 1.5 * sum(file.stat().st_size for file in files)
 
 
 def test_whoever_waits_for_an_adapter_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,10 @@ def test_references_are_read_from_json_and_forms_and_recorded(referenced: Runnin
     reference = Reference(PLUS, 0.8, 0.0, 0.5, digest_of(96, 64, PICTURE.data))
     entry = {"name": PLUS, "scale": 0.8, "end": 0.5}
 
-    def painted(**more: object) -> bytes:
-        answer = httpx.post(f"{url}/generations", json=FIELDS | {"prompt": "a cat"} | more, timeout=60)
+    def painted(**fields: object) -> bytes:
+        answer = httpx.post(f"{url}/generations", json=FIELDS | {"prompt": "a cat"} | fields, timeout=60)
         assert answer.status_code == 200, answer.text
-        assert answer.json()["references"] == ([msgspec.to_builtins(reference)] if more else [])
+        assert answer.json()["references"] == ([msgspec.to_builtins(reference)] if fields else [])
         return base64.b64decode(answer.json()["data"][0]["b64_json"])
 
     first = painted(references=[entry | {"image": plain}])
@@ -89,7 +89,7 @@ def test_references_are_read_from_json_and_forms_and_recorded(referenced: Runnin
         images_of_client = client.generate(
             "a cat", references=[{"name": PLUS, "image": file, "scale": 0.8, "end": 0.5}], **FIELDS
         )
-        assert [(one.name, one.scale, one.end, one.image) for one in images_of_client.references] == [
+        assert [(read.name, read.scale, read.end, read.image) for read in images_of_client.references] == [
             (PLUS, 0.8, 0.5, reference.image)
         ]
         assert images_of_client.images[0].file == first

@@ -115,7 +115,7 @@ class PlainConditioner:
         return ()
 
     def open_references(
-        self, references: Sequence[tuple[ReadReference, float]], held: AnyConditioning, *, is_guided: bool
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: AnyConditioning, *, is_guided: bool
     ) -> tuple[PagedReference, ...]:
         """Open no pages: requests with references are refused without pages."""
         return ()
@@ -183,20 +183,20 @@ class PagedConditioner(PromptPages):
         return gather_images(self.pool, self.specs.unet, rows, is_exact=self.is_exact)
 
     def open_references(
-        self, references: Sequence[tuple[ReadReference, float]], held: AnyConditioning, *, is_guided: bool
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: AnyConditioning, *, is_guided: bool
     ) -> tuple[PagedReference, ...]:
         """Open the pages of the references of one image.
 
         Args:
             references: References and their scales.
-            held: The text conditioning of the image, whose pages are held.
+            conditioning: The text conditioning of the image, whose pages are held.
             is_guided: Whether the image has unconditional rows.
 
         Raises:
             PoolBusy: The pages do not fit now; then none of them are held.
             PoolTooSmall: They can never fit.
         """
-        assert isinstance(held, PagedConditioning)
+        assert isinstance(conditioning, PagedConditioning)
         opened: list[PagedReference] = []
         try:
             for (adapter, cond, uncond, keys), scale in references:
@@ -210,7 +210,7 @@ class PagedConditioner(PromptPages):
         except BaseException:
             for reference in opened:
                 reference.close()
-            need = self._needed_pages(references, held, is_guided=is_guided)
+            need = self._needed_pages(references, conditioning, is_guided=is_guided)
             check(
                 need <= self.pool.num_pages,
                 f"the prompts and references take {need} pages and the whole pool has {self.pool.num_pages}: use fewer "
@@ -221,12 +221,12 @@ class PagedConditioner(PromptPages):
         return tuple(opened)
 
     def _needed_pages(
-        self, references: Sequence[tuple[ReadReference, float]], held: PagedConditioning, *, is_guided: bool
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: PagedConditioning, *, is_guided: bool
     ) -> int:
         """Return the pages of an image that shares none."""
         tokens = [len(read.cond) for read, _ in references] * (2 if is_guided else 1)
-        own = sum(self.pool.num_pages_for(self.specs.unet.tenant, number) for number in tokens)
-        return own + sum(table.num_pages for table in (*held.cond, *held.uncond))
+        num_pages = sum(self.pool.num_pages_for(self.specs.unet.tenant, number) for number in tokens)
+        return num_pages + sum(table.num_pages for table in (*conditioning.cond, *conditioning.uncond))
 
     def of_embeddings(self, embeddings: Tensor) -> Contexts:
         """Compute keys and values of embeddings directly, without the pool."""
