@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Any, Final
@@ -38,6 +39,7 @@ from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.models.loras import Lora
 from diffserve.runtime.low_rank import RowLoRAs, adapting
+from diffserve.runtime.unet.call import UNetArguments
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.settings.config import EngineConfig
 from diffserve.settings.layers import load_settings
@@ -108,32 +110,44 @@ def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
-    """Measure the network's own calls of ``rows`` random rows of ``group`` with and without adapters, in turns.
-
-    CPU time is reported in addition to wall time, for shared machines.
-    """
+    """Measure the network's own calls of ``rows`` random rows of ``group`` with and without adapters, in turns."""
     call = random_call(engine.model, group.shape, rows, engine.runners.conditioner)
     loras = RowLoRAs([engine.runners.loras.take([Lora(f"lora{place}", 0.8)]) for place in range(rows)])
 
-    def seconds(has_loras: bool) -> list[float]:
-        started_s = time.perf_counter(), time.process_time()
-        with torch.inference_mode(), adapting(loras if has_loras else None):
-            engine.model.unet.plain(call)
-        return [time.perf_counter() - started_s[0], time.process_time() - started_s[1]]
+    arms = {
+        name: partial(call_network, engine, call, rows_loras)
+        for name, rows_loras in (("plain", None), ("loras", loras))
+    }
+    return {"stacked_bytes": loras.num_bytes, **compare_calls(arms, rows, pairs)}
 
-    ms_by_arm: dict[bool, list[list[float]]] = {False: [], True: []}
+
+def call_network(engine: Engine, call: UNetArguments, loras: RowLoRAs | None = None) -> None:
+    """Make one call of the network, with adapters if there are any."""
+    with torch.inference_mode(), adapting(loras):
+        engine.model.unet.plain(call)
+
+
+def compare_calls(arms: Mapping[str, Callable[[], object]], rows: int, pairs: int) -> dict[str, Any]:
+    """Time calls of ``rows`` rows in turns, those of the arm "plain" and of another one.
+
+    CPU time is reported in addition to wall time, for shared machines.
+    """
+    [other] = set(arms) - {"plain"}
+    ms_by_arm: dict[str, list[list[float]]] = {"plain": [], other: []}
     for turn in range(-1, pairs):
-        for has_loras in (False, True) if turn % 2 == 0 else (True, False):
-            taken_s = seconds(has_loras)
+        for name in ("plain", other) if turn % 2 == 0 else (other, "plain"):
+            started_s = time.perf_counter(), time.process_time()
+            arms[name]()
+            taken_s = [time.perf_counter() - started_s[0], time.process_time() - started_s[1]]
             if turn >= 0:
-                ms_by_arm[has_loras].append([1e3 * each / rows for each in taken_s])
-            print(f"{'loras' if has_loras else 'plain'} {turn}: {taken_s} s", file=sys.stderr, flush=True)
-    document: dict[str, Any] = {"stacked_bytes": loras.num_bytes}
+                ms_by_arm[name].append([1e3 * each / rows for each in taken_s])
+            print(f"{name} {turn}: {taken_s} s", file=sys.stderr, flush=True)
+    document: dict[str, Any] = {}
     for place, suffix in enumerate(("", "_cpu_time")):
-        plain, adapted = ([milliseconds[place] for milliseconds in ms_by_arm[has_loras]] for has_loras in (False, True))
-        document[f"ms_per_row{suffix}"] = {"plain": summary(plain), "loras": summary(adapted)}
+        plain, adapted = ([milliseconds[place] for milliseconds in ms_by_arm[name]] for name in ("plain", other))
+        document[f"ms_per_row{suffix}"] = {"plain": summary(plain), other: summary(adapted)}
         ratios = [milliseconds / plain_ms for milliseconds, plain_ms in zip(adapted, plain, strict=True)]
-        document[f"loras_over_plain{suffix}"] = of_pairs(ratios)
+        document[f"{other}_over_plain{suffix}"] = of_pairs(ratios)
     return document
 
 

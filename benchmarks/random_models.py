@@ -155,6 +155,69 @@ def lora_tensors(
     return tensors
 
 
+IMAGE_ENCODER: Final[dict[str, int]] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+    "projection_dim": 24,
+}
+"""A small CLIP image encoder; the cost of a UNet call does not depend on it."""
+
+
+def save_image_encoder(directory: Path, **changes: int) -> Path:
+    """Save a random ``CLIPVisionModelWithProjection`` of ``IMAGE_ENCODER`` with ``changes``."""
+    config, cls = (
+        import_quietly("transformers", name) for name in ("CLIPVisionConfig", "CLIPVisionModelWithProjection")
+    )
+    rng = torch.Generator().manual_seed(5)
+    with hushed("transformers"), torch.no_grad():
+        encoder = cls(config(**IMAGE_ENCODER | changes))
+        for parameter in encoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) / max(1.0, parameter[0].numel() ** 0.5))
+        encoder.save_pretrained(str(directory))
+    return directory
+
+
+def adapter_tensors(unet: Any, kind: str, seed: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Return a random IP-Adapter of ``kind`` ("base" or "plus") for ``unet`` and the encoder, by original names."""
+    rng, width = torch.Generator().manual_seed(seed), int(unet.config.cross_attention_dim)
+
+    def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=rng)
+
+    def linear(*shape: int) -> torch.Tensor:
+        return numbers(*shape, scale=shape[-1] ** -0.5)
+
+    def norm(name: str, size: int) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": 1.0 + numbers(size, scale=1 / 8), f"{name}.bias": numbers(size, scale=1 / 8)}
+
+    if kind == "base":
+        size = num_tokens * width
+        projection = {"proj.weight": linear(size, IMAGE_ENCODER["projection_dim"]), "proj.bias": numbers(size)}
+        projection |= norm("norm", width)
+    else:
+        inner, heads = 64, 128
+        projection = {"latents": numbers(1, num_tokens, inner)} | norm("norm_out", width)
+        for name, shape in {"proj_in": (inner, IMAGE_ENCODER["hidden_size"]), "proj_out": (width, inner)}.items():
+            projection |= {f"{name}.weight": linear(*shape), f"{name}.bias": numbers(shape[0], scale=1 / 8)}
+        for block in range(4):  # as diffusers expects
+            first, second = f"layers.{block}.0", f"layers.{block}.1"
+            projection |= norm(f"{first}.norm1", inner) | norm(f"{first}.norm2", inner) | norm(f"{second}.0", inner)
+            projection |= {f"{first}.to_q.weight": linear(heads, inner), f"{first}.to_kv.weight": linear(256, inner)}
+            projection |= {f"{first}.to_out.weight": linear(inner, heads), f"{second}.1.weight": linear(256, inner)}
+            projection |= {f"{second}.3.weight": linear(inner, 256)}
+    tensors = {f"image_proj.{name}": tensor for name, tensor in projection.items()}
+    modules = [module for name, module in unet.named_modules() if name.endswith("attn2")]
+    for place, module in enumerate(modules):
+        for part in "kv":
+            weight = 2.0 * linear(module.to_k.weight.shape[0], width)
+            tensors[f"ip_adapter.{2 * place + 1}.to_{part}_ip.weight"] = weight
+    return tensors
+
+
 def _save_hollow(network: Any, file: Path, dtype: torch.dtype) -> None:
     """Write a safetensors file of ``network`` in ``dtype``: eight bytes of length, the header, and a hole."""
     header, end = {}, 0

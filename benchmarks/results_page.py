@@ -310,6 +310,15 @@ DESIGNS: Final = (
             Row("a step with 1,000 idle readers, over one without", Goal("at most", 1.1), "readers/ratio"),
         ),
     ),
+    Design(
+        "Eight rows with eight reference images (IP-Adapter plus, random weights)",
+        "references",
+        "bench_references.py",
+        (
+            Row("UNet calls over plain ones, CPU time", Goal("at most", 1.3), "call/references_over_plain_cpu_time"),
+            Row("engine over plain rows, wall time", Goal("at most", 1.3), "references_over_plain"),
+        ),
+    ),
     Design("Engines of one thread", "processes", "bench_processes.py", shown=processes),
     Design(
         "D5 Prompt rewriting",

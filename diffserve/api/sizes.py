@@ -19,6 +19,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Accepted, Event, GenerationRequest, ImageFinished, ModelInfo, Picture
 from diffserve.media.images import resize, stretch
 from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
+from diffserve.models.references import MAX_EDGE_PX
 
 MIN_SIDE_PX = 64
 MAX_SIDE_PX = 2048
@@ -220,6 +221,17 @@ def fit_controls(
     return tuple(resize(image, *generated) for image in images)
 
 
+def fit_references(images: Sequence[Picture]) -> tuple[Picture, ...]:
+    """Shrink reference images whose shorter side is above ``MAX_EDGE_PX`` to that; encoders read far less."""
+
+    def shrink(image: Picture) -> Picture:
+        share = MAX_EDGE_PX / min(image.width_px, image.height_px)
+        size = round(image.width_px * share), round(image.height_px * share)
+        return image if share >= 1.0 else stretch(image, *size)
+
+    return tuple(map(shrink, images))
+
+
 def _in_aspect(control: Control, image: Picture, size: tuple[int, int]) -> Picture:
     """Return ``image`` at ``size`` (width, height) by the resize mode of ``control``, if it has one."""
     if control.resize == "stretch":
@@ -243,6 +255,8 @@ class Sized(NamedTuple):
         Raises:
             InvalidRequest: The size is out of range, or the image of a ControlNet does not fit.
         """
+        if request.reference_images:
+            request = msgspec.structs.replace(request, reference_images=fit_references(request.reference_images))
         requested, init = (request.width_px, request.height_px), request.init_image
         native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
         size = (requested[0] or native[0], requested[1] or native[1])

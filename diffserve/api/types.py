@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
@@ -21,6 +22,7 @@ from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
 from diffserve.models.loras import Lora, check_loras, read_tags
+from diffserve.models.references import Reference, check_references
 from diffserve.models.vocabulary import FewestSteps, Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
@@ -127,6 +129,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         strength: Strength of image-to-image, 0 (init image unchanged) to 1 (init image ignored).
         loras: LoRAs from the server's folder, applied to this request only.
         controlnets: ControlNets from the server's folder, each with one of the request's ``control_images``.
+        references: IP-Adapters from the server's folder, each with one of the request's ``reference_images``.
         switch_at: Share of the noise levels, 0 to 1, after which the refiner takes over (``denoising_end`` and
             ``denoising_start`` in diffusers; 0.8 is usual for SDXL); ``None``: no refiner.
     """
@@ -152,6 +155,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strength: float = 0.75
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[Control, ...] = ()
+    references: tuple[Reference, ...] = ()
     switch_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -180,6 +184,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
         check_loras(self.loras)
         check_controls(self.controlnets)
+        check_references(self.references)
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,7 +248,7 @@ class GenerationRequest(
     """A request for images.
 
     LoRA tags in the prompt (``loras.read_tags``) are moved to ``diffusion`` at construction, and digests of
-    ``control_images`` are added to it.
+    ``control_images`` and ``reference_images`` are added to it.
 
     Attributes:
         width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width.
@@ -255,6 +260,7 @@ class GenerationRequest(
         init_image: Start image (image-to-image), already resized to width x height by the caller.
         mask_image: Inpainting mask with one channel, 255: inpaint; needs ``init_image``.
         control_images: One input image for each ControlNet of ``diffusion``, at the size of the image or to be resized.
+        reference_images: One image for each reference of ``diffusion``, of any size.
         preview_every: Number of steps between Preview events; 0: no previews.
         rewriting: Rewrite the prompt first; ``None``: use it unchanged.
         deadline_s: Seconds after submit at which the request is abandoned.
@@ -280,6 +286,7 @@ class GenerationRequest(
     init_image: Picture | None = None
     mask_image: Picture | None = None
     control_images: tuple[Picture, ...] = ()
+    reference_images: tuple[Picture, ...] = ()
     preview_every: int = 0
     return_latents: bool = False
     rewriting: RewriteOptions | None = None
@@ -302,7 +309,7 @@ class GenerationRequest(
             msgspec.structs.force_setattr(self, "prompt", prompt)
             diffusion = msgspec.structs.replace(self.diffusion, loras=(*self.diffusion.loras, *loras))
             msgspec.structs.force_setattr(self, "diffusion", diffusion)
-        self._digest_control_images()
+        self._digest_images()
         has_input = bool(self.prompt.strip()) or self.init_image is not None
         check(has_input, "the prompt is empty; describe the image.", "prompt", "empty_prompt")
         for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
@@ -346,24 +353,16 @@ class GenerationRequest(
             name,
         )
 
-    def _digest_control_images(self) -> None:
-        """Add the digest of its image to each ControlNet that has none.
+    def _digest_images(self) -> None:
+        """Add the digest of its image to each ControlNet and reference that has none.
 
         A resized image keeps the digest of the original.
         """
-        controls, images = self.diffusion.controlnets, self.control_images
-        message = f"{len(controls)} ControlNets are requested with {len(images)} images; give one image for each."
-        check(len(controls) == len(images), message, "controlnets")
-        if all(control.image for control in controls):
-            return
-        with_digests = tuple(
-            control
-            if control.image
-            else msgspec.structs.replace(control, image=digest_of(image.width_px, image.height_px, image.data))
-            for control, image in zip(controls, images, strict=True)
-        )
-        diffusion = msgspec.structs.replace(self.diffusion, controlnets=with_digests)
-        msgspec.structs.force_setattr(self, "diffusion", diffusion)
+        controls = _with_digests(self.diffusion.controlnets, self.control_images, "ControlNet", "controlnets")
+        references = _with_digests(self.diffusion.references, self.reference_images, "reference", "references")
+        if controls is not self.diffusion.controlnets or references is not self.diffusion.references:
+            diffusion = msgspec.structs.replace(self.diffusion, controlnets=controls, references=references)
+            msgspec.structs.force_setattr(self, "diffusion", diffusion)
 
     @property
     def texts(self) -> dict[str, str]:
@@ -391,6 +390,25 @@ class GenerationRequest(
     def num_painted(self) -> int:
         """Number of images to generate, including those that ``best_of`` discards."""
         return self.best_of or self.num_images
+
+
+WithImage = TypeVar("WithImage", Control, Reference)
+
+
+def _with_digests(
+    adapters: tuple[WithImage, ...], images: Sequence[Picture], what: str, param: str
+) -> tuple[WithImage, ...]:
+    """Return ``adapters`` with the digests of their ``images``, or unchanged if all have one. Raises InvalidRequest."""
+    message = f"{len(adapters)} {what}s are requested with {len(images)} images; give one image for each."
+    check(len(adapters) == len(images), message, param)
+    if all(adapter.image for adapter in adapters):
+        return adapters
+    return tuple(
+        adapter
+        if adapter.image
+        else msgspec.structs.replace(adapter, image=digest_of(image.width_px, image.height_px, image.data))
+        for adapter, image in zip(adapters, images, strict=True)
+    )
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -433,6 +451,7 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     strength: float | None = None
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[Control, ...] = ()
+    references: tuple[Reference, ...] = ()
     switch_at: float | None = None
 
     def recipe(self) -> dict[str, Any]:
@@ -456,6 +475,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
             latents are cached.
         lora_digests: SHA-256 of the LoRA files, by name.
         word_digests: SHA-256 of the textual inversion files, by name.
+        reference_digests: SHA-256 of the IP-Adapters' files, by name.
         sampler_digest: SHA-256 of the file of a learned sampler; "": the sampler is built in.
         refiner: Name and digest of the model that ran the last steps; "": none.
         score: Score of the image if ``best_of`` was set; ``image_index`` is then the rank.
@@ -486,6 +506,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     skipped_steps: int = 0
     lora_digests: dict[str, str] = {}
     word_digests: dict[str, str] = {}
+    reference_digests: dict[str, str] = {}
     sampler_digest: str = ""
     refiner: str = ""
     score: float | None = None
@@ -621,6 +642,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         quality_profile: File with the meaning of the quality words, see :class:`ModelProfile`.
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
         wildcard_dir: Folder of wildcards, see :class:`ModelProfile`.
+        reference_dir: Folder of IP-Adapters, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
     """
@@ -659,6 +681,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     quality_profile: str = ""
     controlnet_dir: str = ""
     wildcard_dir: str = ""
+    reference_dir: str = ""
     refiner: str = ""
     scorer: str = ""
 
@@ -734,6 +757,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         probe: At load, denoise a known image and refuse a model whose prediction type does not match.
         lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
+        reference_dir: Folder of IP-Adapters (.safetensors) and their CLIP image encoders, read again at each use; "":
+            none.
         sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
         wildcard_dir: Folder of text files (.txt) that templates may name as __NAME__, read again at each use; "": none.
         quality_profile: TOML file of ``diffserve calibrate`` with the meaning of the quality words, read again at each
@@ -762,6 +787,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     embeddings_dir: str = ""
     lora_dir: str = ""
     controlnet_dir: str = ""
+    reference_dir: str = ""
     sampler_dir: str = ""
     wildcard_dir: str = ""
     quality_profile: str = "auto"

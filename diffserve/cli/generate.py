@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from rich.console import Console
@@ -21,7 +21,7 @@ from diffserve.api.bounds import check
 from diffserve.api.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
 from diffserve.api.fields import TemplateMode
 from diffserve.api.prompt_syntax import A1111, in_a1111
-from diffserve.api.sizes import SizePlan, fit_controls, parse_size, plan_size
+from diffserve.api.sizes import SizePlan, fit_controls, fit_references, parse_size, plan_size
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
@@ -31,6 +31,7 @@ from diffserve.media.provenance import Marks
 from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
 from diffserve.models.controlnets import Control, digest_of
+from diffserve.models.references import Reference
 from diffserve.models.templates import Wildcards, template_fields
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
@@ -53,8 +54,17 @@ DEFAULT_SOLVER = ("sampler", "num_steps", "spacing")
 ANY_SEED = -1
 """A random seed, as in other programs."""
 
-Controls = tuple[tuple[Control, ...], tuple[types.Picture, ...]]
-"""ControlNets and their control images, unscaled."""
+
+Adapter = TypeVar("Adapter", Control, Reference)
+
+
+class _Adapted(NamedTuple):
+    """ControlNets with their control images, unscaled, and references with their images."""
+
+    controlnets: tuple[Control, ...]
+    control_images: tuple[types.Picture, ...]
+    references: tuple[Reference, ...]
+    reference_images: tuple[types.Picture, ...]
 
 
 class _Output(NamedTuple):
@@ -72,6 +82,7 @@ class GenerateArguments:
     Attributes:
         further: Other fields of ``DiffusionParams``, by name.
         controlnets: ControlNets and the paths of their control images.
+        references: References and the paths of their images.
         template: Template mode, a ``TemplateMode``; ``prompt`` is then not yet in A1111's syntax.
         prompt_syntax: Syntax of the resolved prompts of a template.
         prompt_fields: Fields of ``GenerationRequest`` for the prompts and the seed, once they are resolved.
@@ -94,6 +105,7 @@ class GenerateArguments:
     strength: float | None
     mask: Path | None
     controlnets: tuple[tuple[Control, str], ...] = ()
+    references: tuple[tuple[Reference, str], ...] = ()
     template: str = "off"
     prompt_syntax: str = A1111
     prompt_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -117,34 +129,34 @@ def run(order: GenerateArguments, sources: SettingsOptions) -> int:
     settings = sources.load(sampling_flags)
     check_quality(order)
     marks = Marks.of(settings.serve)
-    start, controls = read_pictures(order), _read_controls(order)
+    start, adapted = read_pictures(order), _read_adapted(order)
     prompt_fields, warnings = resolve_prompt(order, settings)
     order = replace(order, prompt_fields=prompt_fields)
-    draft = _request(order, settings, start, controls, plan=None)
+    draft = _request(order, settings, start, adapted, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
     console = Console(stderr=True, highlight=False)
     note(console, *warnings)
     with Safety.running(settings) as safety:
         if safety is not None:
             safety.check_texts(draft.texts)
-        return _generate(order, settings, (start, controls), _Output(files, marks, safety), console)
+        return _generate(order, settings, (start, adapted), _Output(files, marks, safety), console)
 
 
 def _generate(
     order: GenerateArguments,
     settings: Settings,
-    pictures: tuple[StartPicture | None, Controls],
+    pictures: tuple[StartPicture | None, _Adapted],
     output: _Output,
     console: Console,
 ) -> int:
-    start, controls = pictures
+    start, adapted = pictures
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
     if console.is_terminal:
         info = engine.info
         console.print(f"{info.model_id} on {info.device} in {info.dtype}: {info.choice_reason}", markup=False)
     plan = _plan(order, engine, start)
-    request = _request(order, settings, start, controls, plan=plan)
+    request = _request(order, settings, start, adapted, plan=plan)
     request, warnings = with_quality(request, order.quality, engine.info)
     note(console, *warnings)
     request = _with_defaults(request, settings)
@@ -206,15 +218,22 @@ def read_pictures(order: GenerateArguments) -> StartPicture | None:
     return StartPicture(picture=picture, mask=mask, names=("--init", "--mask"))
 
 
-def _read_controls(order: GenerateArguments) -> Controls:
-    controlnets, images = [], []
-    for control, image in order.controlnets:
-        option = f"--controlnet {control.name}"
-        picture = decode_image(read_bytes(Path(image), option), name=f"{option} {image!r}")
-        digest = digest_of(picture.width_px, picture.height_px, picture.data)
-        controlnets.append(msgspec.structs.replace(control, image=digest))
-        images.append(picture)
-    return tuple(controlnets), tuple(images)
+def _read_adapted(order: GenerateArguments) -> _Adapted:
+    controls = [_with_image(control, image, f"--controlnet {control.name}") for control, image in order.controlnets]
+    references = [_with_image(reference, image, "--reference") for reference, image in order.references]
+    return _Adapted(
+        tuple(control for control, _ in controls),
+        tuple(picture for _, picture in controls),
+        tuple(reference for reference, _ in references),
+        tuple(picture for _, picture in references),
+    )
+
+
+def _with_image(adapter: Adapter, image: str, option: str) -> tuple[Adapter, types.Picture]:
+    """Return ``adapter`` with the digest of the file ``image`` of ``option``, and the decoded image."""
+    picture = decode_image(read_bytes(Path(image), option), name=f"{option} {image!r}")
+    digest = digest_of(picture.width_px, picture.height_px, picture.data)
+    return msgspec.structs.replace(adapter, image=digest), picture
 
 
 def read_bytes(path: Path, option: str) -> bytes:
@@ -233,7 +252,7 @@ def _request(
     order: GenerateArguments,
     settings: Settings,
     start: StartPicture | None,
-    controls: Controls,
+    adapted: _Adapted,
     plan: SizePlan | None,
 ) -> types.GenerationRequest:
     """Build the engine's request; a quality leaves out what it sets.
@@ -242,15 +261,15 @@ def _request(
         order: The arguments of the command.
         settings: Settings with the defaults of the model.
         start: Start image and mask.
-        controls: ControlNets and their images.
+        adapted: ControlNets and references with their images.
         plan: Size to generate and to deliver. None: a draft at the native size that is only validated.
     """
-    controlnets, images = controls
+    images = adapted.control_images
     width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
     init, mask = (None, None) if start is None else (start.picture, start.mask)
     if plan is not None and width is not None and height is not None:
         init, mask = (None, None) if start is None else start.fitted(width, height)
-        images = fit_controls(controlnets, images, (plan.width_px, plan.height_px), (width, height))
+        images = fit_controls(adapted.controlnets, images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
     solver: dict[str, Any] = {"sampler": order.sampler}
@@ -268,9 +287,11 @@ def _request(
         init_image=init,
         mask_image=mask,
         control_images=images,
+        reference_images=fit_references(adapted.reference_images),
         diffusion=types.DiffusionParams(
             **{**solver, **order.further},
-            controlnets=controlnets,
+            controlnets=adapted.controlnets,
+            references=adapted.references,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,
         ),

@@ -13,11 +13,12 @@ from diffserve.cli.generate import note, open_engine
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import PROFILES
 
-Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "wildcards", "styles"]
+Kind = Literal["samplers", "models", "loras", "controlnets", "references", "embeddings", "wildcards", "styles"]
 REWRITER_STYLE: Final = "prompt style for rewrite --style"
 FIELDS: Final[Mapping[str, tuple[str, str]]] = {
     "loras": ("loras", "refused_loras"),
     "controlnets": ("controlnets", "refused_controlnets"),
+    "references": ("references", "refused_references"),
     "embeddings": ("learnt_words", "refused_words"),
     "wildcards": ("wildcards", ""),
 }

@@ -83,6 +83,10 @@ SETTING_OPTIONS: Final = {
     "controlnet_dir": SettingOption(
         "model.controlnet_dir", "--controlnet-dir", "Folder of ControlNets that requests can name.", "DIR"
     ),
+    "reference_dir": SettingOption(
+        "model.reference_dir", "--reference-dir", "Folder of IP-Adapters and their image encoders for references.",
+        "DIR",
+    ),
     "sampler_dir": SettingOption(
         "model.sampler_dir", "--sampler-dir", "Folder of learned samplers that requests can name.", "DIR"
     ),
@@ -106,7 +110,9 @@ SETTING_OPTIONS: Final = {
 }  # fmt: skip
 """Options that determine settings, by the name of their parameter."""
 
-FURTHER_FILES: Final = ("lora_dir", "controlnet_dir", "sampler_dir", "wildcard_dir", "refiner", "scorer")
+FURTHER_FILES: Final = (
+    *("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "refiner", "scorer"),
+)
 COMPONENTS: Final = ("dtype", "offload", "device_map", "vae", "text_encoder")
 
 

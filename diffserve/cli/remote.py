@@ -113,6 +113,11 @@ def fields_of(order: GenerateArguments, file: Path) -> dict[str, Any]:
             for control, image in order.controlnets
         ]
         or None,
+        "references": [
+            {**msgspec.structs.asdict(reference), "image": read_bytes(Path(image), "--reference")}
+            for reference, image in order.references
+        ]
+        or None,
         "negative_prompt": order.negative or None,
         "size": None if order.size == "auto" else order.size,
         "n": order.num_images,

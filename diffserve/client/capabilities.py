@@ -97,6 +97,8 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         refused_loras: Files in the LoRA folder that cannot be used, with the reasons.
         controlnets: ControlNets that a request may name.
         refused_controlnets: Files in the ControlNet folder that cannot be used, with the reasons.
+        references: IP-Adapters that a request's references may name.
+        refused_references: Files in the folder of IP-Adapters that cannot be used, with the reasons.
         wildcards: Names that a template may use as __NAME__.
         refiner: Name and digest of the refiner model, empty if there is none.
         scorer: The model that ranks images for ``best_of``, empty if there is none.
@@ -130,6 +132,8 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     refused_loras: dict[str, str] = {}
     controlnets: tuple[str, ...] = ()
     refused_controlnets: dict[str, str] = {}
+    references: tuple[str, ...] = ()
+    refused_references: dict[str, str] = {}
     wildcards: tuple[str, ...] = ()
     refiner: str = ""
     scorer: str = ""

@@ -60,6 +60,24 @@ class ControlNetFields(TypedDict, total=False):
     resolution: int
 
 
+class ReferenceFields(TypedDict, total=False):
+    """Reference image of a request, which an IP-Adapter reads.
+
+    Attributes:
+        name: A name from ``GET /v1/models``; by default the only one for the model.
+        image: The image, a PNG, JPEG or WebP file: its bytes, or base64 or a data URL of them.
+        scale: Its weight, from 0 to 2, by default 1.
+        start: Fraction of the steps at which it starts, by default 0.
+        end: Fraction of the steps at which it ends, by default 1.
+    """
+
+    name: str
+    image: bytes | str
+    scale: float
+    start: float
+    end: float
+
+
 class SizeFields(TypedDict, total=False):
     """Size conditioning of SDXL in pixels: sizes as (width, height), crops as (left, top)."""
 
@@ -106,6 +124,7 @@ class ImageFields(TypedDict, total=False):
             0, all images share ``seed``.
         loras: LoRA adapters. The prompt may also name them as <lora:NAME:SCALE>.
         controlnets: ControlNets with their control images.
+        references: Reference images and their IP-Adapters.
         micro_conditioning: Size conditioning of SDXL; by default the size of the image.
         refiner: Whether the refiner model runs the last steps.
         switch_at: Fraction of the steps at which the refiner takes over, by default 0.8.
@@ -146,6 +165,7 @@ class ImageFields(TypedDict, total=False):
     variation_strength: float
     loras: Sequence[LoraFields]
     controlnets: Sequence[ControlNetFields]
+    references: Sequence[ReferenceFields]
     micro_conditioning: SizeFields
     refiner: bool
     switch_at: float
@@ -243,6 +263,16 @@ class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
     resolution: int = 0
 
 
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """Reference image of an image; ``image`` is a digest of it, ``name`` the IP-Adapter."""
+
+    name: str
+    scale: float
+    start: float
+    end: float
+    image: str
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Generation parameters of finished images; ``size`` is WIDTHxHEIGHT in pixels."""
 
@@ -266,6 +296,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     variation_strength: float = 0.0
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[ControlNet, ...] = ()
+    references: tuple[Reference, ...] = ()
     micro_conditioning: SizeFields | None = None
     strength: float | None = None
     refiner: str | None = None

@@ -140,6 +140,10 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
     painted = result.picture
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
     controls = {f"ControlNet {index}": control.label for index, control in enumerate(result.controlnets)}
+    references = {
+        f"Reference {index}": reference.label(result.reference_digests.get(reference.name, ""))
+        for index, reference in enumerate(result.references)
+    }
     fields: dict[str, object] = {
         "Steps": result.num_steps,
         "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
@@ -155,6 +159,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Skipped steps": result.skipped_steps or None,
         "Micro conditioning": result.micro_conditioning,
         **controls,
+        **references,
         "Lora hashes": _digests_text(result.lora_digests),
         "TI hashes": _digests_text(result.word_digests),
         "Sampler hash": result.sampler_digest[:12] or None,

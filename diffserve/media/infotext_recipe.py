@@ -77,7 +77,7 @@ KEYS: Final = {name: field.label for name, field in REQUEST_FIELDS.items() if fi
 
 NOT_REPEATED: Final = frozenset(
     {
-        *("ControlNet 0", "Interrupted after", "Lora hashes", "Model", "Model hash", "Original prompt"),
+        *("ControlNet 0", "Interrupted after", "Lora hashes", "Model", "Model hash", "Original prompt", "Reference 0"),
         *("Painted size", "Refiner", "Sampler hash", "Score", "Similarity", "Skipped steps", "TI hashes", "Template"),
         "Version",
     }
@@ -168,6 +168,8 @@ def request_of(
         warnings.append(f"The parameters have {', '.join(unknown)[:200]}, which this server does not support.")
     if "ControlNet 0" in read.fields:
         warnings.append("The image was generated with a ControlNet, whose control image is not in its parameters.")
+    if "Reference 0" in read.fields:
+        warnings.append("The image was generated with a reference image, which is not in its parameters.")
     if "Similarity" in read.fields:
         warnings.append(
             "The image was generated from the latents of a similar prompt, which are not in its parameters."

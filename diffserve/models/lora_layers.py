@@ -253,8 +253,8 @@ def refuse_ip_adapter(keys: Iterable[str]) -> None:
     key = next(filter(IP_ADAPTER.match, keys), None)
     if key is not None:
         raise InvalidLoRAError(
-            f"holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not support; leave it out, and "
-            "use a start image or a ControlNet"
+            f"holds an IP-Adapter (its tensor {key!r} says so), which is no part of a model or LoRA; move the file "
+            "to the folder of --reference-dir, and name it in references"
         )
 
 

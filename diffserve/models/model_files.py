@@ -77,8 +77,19 @@ def refuse_pickle(file: Path) -> None:
         raise ModelLoadError(
             f"{file} is a pickle file, which can run code when it is read; diffserve loads safetensors only. "
             "Get the model's .safetensors files, or convert this one on a machine that you can lose: "
-            f'python -c "{CONVERT}" {quote(file.name)} {quote(converted.name)}'
+            f"{pickle_command(file, name=converted.name)}"
         )
+
+
+def pickle_command(file: Path, program: str = CONVERT, name: str = "") -> str:
+    """Return the shell command that converts the pickle ``file`` to safetensors.
+
+    Args:
+        file: The file, of which the command has the name only.
+        program: Python program that takes both names.
+        name: Name of the new file; "": that of ``file`` with another suffix.
+    """
+    return f'python -c "{program}" {quote(file.name)} {quote(name or file.with_suffix(".safetensors").name)}'
 
 
 def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
@@ -209,14 +220,15 @@ def names_for(name: str, names: Iterable[str]) -> list[str]:
     return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]
 
 
-def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str) -> str:
+def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str, kind: str = "") -> str:
     """Return the full name of the adapter that a request calls ``name``.
 
     Args:
         name: A full name, or its last part.
         usable: Names of the adapters that can be used; they take precedence.
         names: Names of all adapters.
-        what: Kind of the adapter: "LoRA" or "ControlNet".
+        what: Kind of the adapter: "LoRA", "ControlNet" or "IP-Adapter".
+        kind: Its name in fields, options and codes; "": ``what`` in small letters.
 
     Raises:
         InvalidRequest: There is no such adapter, or there are several.
@@ -224,7 +236,7 @@ def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: s
     matches = names_for(name, usable) or names_for(name, names)
     if len(matches) == 1:
         return matches[0]
-    kind = what.lower()
+    kind = kind or what.lower()
     if matches:
         listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
         message = f"there are several {what}s called {name!r}: {listed}; give one of these names."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -56,11 +55,6 @@ class ControlNetFiles(NamedTuple):
         """Open the variant in ``directory`` that suits ``dtype``. Raises ModelLoadError."""
         config = read_controlnet(directory)
         return cls(directory, config, Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=dtype)))
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        return sum(math.prod(entry.shape) for entry in self.checkpoint.entries.values())
 
     def network(self, unet: Any, vae_factor: int) -> Any:
         """Build the empty network and check it. Raises ModelLoadError if it does not fit ``unet`` or its own files."""
@@ -244,7 +238,7 @@ class ControlNetStore:
         return ControlNetFiles.open(directory, self.model.choice.dtype)
 
     def _bytes(self, files: ControlNetFiles) -> int:
-        return files.num_parameters * self.model.dtype.itemsize
+        return files.checkpoint.num_parameters * self.model.dtype.itemsize
 
     def _refused(self, name: str, directory: Path, error: ModelLoadError) -> InvalidRequest:
         """Return ``error`` as an error of the request, without the path of the folder."""

@@ -243,6 +243,7 @@ class DiffusionModel:
             sampler_dirs=self.sampler_dirs,
             quality_profile=self.profile.quality_profile,
             controlnet_dir=self.profile.controlnet_dir,
+            reference_dir=self.profile.reference_dir,
             wildcard_dir=self.profile.wildcard_dir,
             refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
             scorer=self.profile.scorer if self.scorer is None else self.scorer.name,

@@ -20,6 +20,7 @@ from diffserve.media.provenance import header_of
 from diffserve.models.controlnets import ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
+from diffserve.models.references import ReferenceFolder
 from diffserve.models.templates import Wildcards
 from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
@@ -196,6 +197,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
     """Describe an image model; sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
     loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
+    references = ReferenceFolder(info.reference_dir, info.dtype)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
         "samplers": [*map(_sampler, SAMPLERS.values()), *map(_learned, LearnedSamplers.of(info).usable().values())],
@@ -219,6 +221,8 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "refused_loras": loras.refused(),
         "controlnets": list(controlnets.names()),
         "refused_controlnets": controlnets.refused(),
+        "references": list(references.names()),
+        "refused_references": references.refused(),
         "wildcards": Wildcards(info.wildcard_dir).names(),
         "refiner": info.refiner,
         "scorer": info.scorer,

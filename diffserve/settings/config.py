@@ -51,6 +51,7 @@ ENGINE_BOUNDS = {
     "latent_cache_bytes": Between(0, 1 << 42),
     "lora_bytes": Between(0, 1 << 42),
     "controlnet_bytes": Between(0, 1 << 42),
+    "reference_bytes": Between(0, 1 << 42),
     "activation_bytes": Between(1, 1 << 42),
     "threads": Between(1, 1024),
 }
@@ -91,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            refused
     lora_bytes             memory for loaded LoRAs, in addition to those in use
     controlnet_bytes       memory for loaded ControlNets, limited by the free memory at start
+    reference_bytes        memory for loaded IP-Adapters and their image encoders, likewise
     activation_bytes       memory for one network call in addition to the weights: limits rows, makes the VAE decode in
                            tiles, and refuses sizes that do not fit even then; ``None``: the free memory
     threads                CPU threads of a UNet call; ``None``: the fastest of torch's default and lower counts,
@@ -138,6 +140,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     latent_cache_bytes: int = 0
     lora_bytes: int = 1 << 30
     controlnet_bytes: int = 1 << 32
+    reference_bytes: int = 6 << 30
     activation_bytes: int | None = None
     threads: int | None = None
     offload: str = "none"

@@ -26,6 +26,7 @@ from diffserve.api.types import (
 from diffserve.engine.image.caches import IGNORED_FIELDS, CachedImage, ResultCache, key_of
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
+from diffserve.models.references import Reference
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request
 from tests.engine.simulated_scheduler import INFO
@@ -35,8 +36,9 @@ PICTURE = Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8))
 OTHER: dict[str, object] = {
     "prompt": "another", "negative_prompt": "rain", "width_px": 72, "height_px": 72, "num_images": 3, "best_of": 4,
     "seed": 9, "switch_at": 0.5,
-    "diffusion": DiffusionParams(controlnets=(Control("edges"),)),
+    "diffusion": DiffusionParams(controlnets=(Control("edges"),), references=(Reference("plus"),)),
     "control_images": (replace(PICTURE, data=b"\x02" * 192),),
+    "reference_images": (replace(PICTURE, data=b"\x03" * 192),),
     "init_image": replace(PICTURE, data=b"\x01" * 192),
     "mask_image": Picture.from_array(np.zeros((8, 8), dtype=np.uint8)), "preview_every": 2, "return_latents": True,
     "rewriting": RewriteOptions(), "deadline_s": 5.0, "refuses_late": False,
@@ -48,6 +50,7 @@ OTHER: dict[str, object] = {
     "variation_seed": 4, "variation_strength": 0.5,
     "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
+    "references": (Reference("plus", 0.5),),
 }  # fmt: skip
 """Another value for every field of a request and of its ``DiffusionParams``."""
 
@@ -57,8 +60,11 @@ def plain() -> GenerationRequest:
         prompt="a fox",
         seed=1,
         init_image=PICTURE,
-        diffusion=DiffusionParams(sampler="ddim", num_steps=3, controlnets=(Control("edges"),)),
+        diffusion=DiffusionParams(
+            sampler="ddim", num_steps=3, controlnets=(Control("edges"),), references=(Reference("plus"),)
+        ),
         control_images=(PICTURE,),
+        reference_images=(PICTURE,),
     )
 
 

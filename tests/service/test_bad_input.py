@@ -30,6 +30,16 @@ BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"resize": 1}, "controlnets[0].resize", "invalid_value", "1"),
     ({}, "controlnets", "unknown_controlnet", "start it with --controlnet-dir"),
 ]
+BAD_REFERENCES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"image": "!!"}, "references[0].image", "invalid_image", "is not base64"),
+    ({"image": "AAAA"}, "references[0].image", "invalid_image", "not a PNG, JPEG or WebP"),
+    ({"scale": -0.5}, "references[0].scale", "invalid_value", "-0.5"),
+    ({"start": 0.5, "end": 0.5}, "references", "invalid_value", "start < end"),
+    ({"name": "../a"}, "references", "invalid_value", "give a path below the folder"),
+    ({"preprocessor": "canny"}, "references[0].preprocessor", "invalid_value", "unknown field"),
+    ({}, "references", "unknown_reference", "start it with --reference-dir"),
+    ({"name": "a"}, "references", "unknown_reference", "start it with --reference-dir"),
+]
 MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
 
@@ -166,6 +176,13 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         "invalid_image",
         "64x64 px, the generated image 128x128 px; give one of 128x128 px, or ask for size 64x64, or set resize",
     ),
+    ("reference-alone", {"references": {}}, "references", "invalid_value", "list"),
+    ("reference-bare", {"references": [{}]}, "references[0].image", "missing_required_parameter", "missing"),
+    *(
+        (f"reference-{place}", {"references": [{"image": PIXEL, **fields}]}, param, code, message)
+        for place, (fields, param, code, message) in enumerate(BAD_REFERENCES)
+    ),
+    ("references-nine", {"references": [{}] * 9}, "references", "array_above_max_length", "at most 8"),
     ("controls-five", {"controlnets": [{}] * 5}, "controlnets", "array_above_max_length", "at most 4"),
     ("refiner-none", {"refiner": True}, "switch_at", "invalid_value", "has no refiner to switch to"),
     ("switch-twice", {"refiner": False, "switch_at": 0.5}, "switch_at", "invalid_value", "refiner is false but"),

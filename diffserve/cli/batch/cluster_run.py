@@ -54,6 +54,7 @@ PATH_SETTINGS: Final = tuple(
         "embeddings_dir",
         "lora_dir",
         "controlnet_dir",
+        "reference_dir",
         "sampler_dir",
         "wildcard_dir",
         "quality_profile",

@@ -30,14 +30,16 @@ def doctor(
 
 
 @with_settings(
-    "model", "config", "lora_dir", "controlnet_dir", "sampler_dir", "wildcard_dir", "embeddings_dir", "data_dir"
+    *("model", "config", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir"),
+    *("embeddings_dir", "data_dir"),
 )
 def list_names(
     *,
     kind: Annotated[
         str,
         typer.Argument(
-            help="Kind of name: samplers, models, loras, controlnets, embeddings, wildcards or styles.", metavar="KIND"
+            help="Kind of name: samplers, models, loras, controlnets, references, embeddings, wildcards or styles.",
+            metavar="KIND",
         ),
     ],
     server: ServerOption = None,

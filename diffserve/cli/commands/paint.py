@@ -111,6 +111,14 @@ def generate(
             metavar="NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]",
         ),
     ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reference",
+            help="Reference image, IP-Adapter of --reference-dir, scale, step range; repeatable.",
+            metavar="IMAGE[:ADAPTER][:SCALE][:START-END]",
+        ),
+    ] = None,
     switch_at: Annotated[
         float | None,
         typer.Option("--switch-at", help="Share of steps before --refiner takes over (default 0.8).", metavar="SHARE"),
@@ -140,6 +148,7 @@ def generate(
     from diffserve.cli.inputs import fill_in, read_recorded, read_text_argument
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
+    from diffserve.models.references import read_reference
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
@@ -163,6 +172,7 @@ def generate(
         },
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
+        references=tuple(map(read_reference, reference or ())),
         template=template, prompt_syntax=prompt_syntax,
     )  # fmt: skip
     if recorded is not None:

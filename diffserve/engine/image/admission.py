@@ -31,6 +31,7 @@ from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
 from diffserve.models.profiles import begin_with_loras
+from diffserve.models.references import Reference
 from diffserve.models.vocabulary import warn_of_unknown
 from schedulers import (
     SAMPLERS,
@@ -75,6 +76,7 @@ class ImageAdmission:
             whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
         check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
         check_controlnets: Returns a digest of ControlNets.
+        check_references: Returns references with the full names of their adapters, and a digest.
         check_scores: See ``ImageScores.check``.
     """
 
@@ -90,6 +92,10 @@ class ImageAdmission:
         check_room: Callable[[int, int, bool, bool, bool], None] = lambda *_: None,
         check_loras: Callable[[tuple[Lora, ...]], CheckedLoras] = lambda _: NO_LORAS,
         check_controlnets: Callable[[tuple[Control, ...]], bytes] = lambda _: b"",
+        check_references: Callable[[tuple[Reference, ...]], tuple[tuple[Reference, ...], bytes]] = lambda refs: (
+            refs,
+            b"",
+        ),
         check_scores: Callable[[GenerationRequest, int, int], tuple[str, ...]] = lambda *_: (),
     ) -> None:
         self.info = info
@@ -101,6 +107,7 @@ class ImageAdmission:
         self._check_room = check_room
         self._check_loras = check_loras
         self._check_controlnets = check_controlnets
+        self._check_references = check_references
         self._check_scores = check_scores
         self._learned = LearnedSamplers.of(info)
         self._options = lru_cache(maxsize=256)(self._read_options)
@@ -198,6 +205,9 @@ class ImageAdmission:
         recipe |= {name: getattr(table, name) for name in ("sampler", "spacing", "sigma_schedule", "eta")}
         recipe |= {"num_steps": num_steps, "guidance_scale": scale, "variation_seed": _variation_seed(request)}
         recipe["noise_source"] = params.noise_source or self._noise_source
+        reference_digest = b""
+        if params.references:
+            recipe["references"], reference_digest = self._check_references(params.references)
         recipe["strength"] = None if request.init_image is None else strength
         settings = GenerationSettings(
             width_px=width_px,
@@ -205,6 +215,7 @@ class ImageAdmission:
             kind=kind,
             control_digest=self._check_controlnets(params.controlnets) if params.controlnets else b"",
             lora_digest=loras.digest,
+            reference_digest=reference_digest,
             sampler_digest=sampler_digest,
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
@@ -276,7 +287,8 @@ class ImageAdmission:
             "table": table,
             "guided": guided,
             "full": full_rows(guided, params.cache_interval, switch),
-            "controlled": controlled_rows(table, params.controlnets, num_skipped, switch),
+            "controlled": active_rows(table, params.controlnets, num_skipped, switch),
+            "referenced": active_rows(table, params.references, num_skipped, switch),
             "switch_row": switch,
         }
 
@@ -396,6 +408,9 @@ class ImageAdmission:
             _check_picture("mask", mask, 1, width_px, height_px)
         for control, image in zip(request.diffusion.controlnets, request.control_images, strict=True):
             _check_picture(f"image of ControlNet {control.name!r}", image, 3, width_px, height_px, PARAM)
+        for image in request.reference_images:
+            wrong = f"a reference image has {image.channels} channel(s); it must have 3."
+            check(image.channels == 3, wrong, "references", "invalid_image")
         if mask is not None or self.info.is_inpainting:
             return "inpaint"
         return "text" if init is None else "image"
@@ -415,18 +430,18 @@ def guided_rows(
     return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
 
 
-def controlled_rows(
-    table: StepTable, controls: Sequence[Control], num_skipped: int = 0, switch: int | None = None
+def active_rows(
+    table: StepTable, adapters: Sequence[Control | Reference], num_skipped: int = 0, switch: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of ``controls`` that are active in each row of the base model; empty without ControlNets.
+    """Return the indices of ``adapters`` that are active in each row of the base model; empty without any.
 
     ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner runs.
     """
-    if not controls:
+    if not adapters:
         return ()
     num_steps = table.num_steps + num_skipped
     active = [
-        tuple(place for place, control in enumerate(controls) if control.active(step + num_skipped, num_steps))
+        tuple(place for place, adapter in enumerate(adapters) if adapter.active(step + num_skipped, num_steps))
         for step in table.step_of_row.tolist()
     ]
     return tuple(places if switch is None or row < switch else () for row, places in enumerate(active))

@@ -100,7 +100,7 @@ def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: Mode
         request: The request.
         seeds: The seeds of the image and of its variation.
         info: The model.
-        adapters: Digests of the LoRAs and ControlNets, since a file of the same name may have changed.
+        adapters: Digests of the LoRAs, ControlNets and IP-Adapters, since a file of the same name may have changed.
     """
     seed, variation_seed = seeds
     diffusion = replace(request.diffusion, variation_seed=variation_seed)
@@ -186,7 +186,10 @@ class SharedImages:
             replace(request, prompt=task.prompt, image_prompts=()) if request.image_prompts else request,
             seeds,
             self._info,
-            settings.lora_digest + settings.control_digest + settings.sampler_digest.encode(),
+            settings.lora_digest
+            + settings.control_digest
+            + settings.reference_digest
+            + settings.sampler_digest.encode(),
         )
         image, leader = self.results.get(key), self._leaders.get(key)
         if image is not None:

@@ -30,7 +30,7 @@ from diffserve.api.types import (
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
 from diffserve.engine.image.admission import ImageAdmission
-from diffserve.engine.image.outputs import CheckerScorer, ImageScores, refuse_best_of
+from diffserve.engine.image.outputs import AdapterDigests, CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
@@ -92,6 +92,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             check_room=self.runners.check_room,
             check_loras=self.runners.loras.check,
             check_controlnets=lambda controls: self.runners.controlnets.check(controls),
+            check_references=lambda references: self.runners.references.check(references),
             check_scores=scores.check if self.config.stage == "all" else refuse_best_of,
         )
         self.scheduler: RequestScheduler = RequestScheduler(
@@ -306,16 +307,23 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
                 live.lora_loading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
             if live is not None and live.settings.controlnets:
                 live.control_loading = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
+            if live is not None and live.settings.references:
+                live.reference_loading = self.runners.references.begin(live.settings.references, order.reference_images)
         return request_id
 
-    def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
+    def _digests(self, live: LiveRequest) -> AdapterDigests:
         request = live.request
         texts = "\n".join((request.prompt, *request.image_prompts, request.negative_prompt))
-        return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
+        return AdapterDigests(
+            self.runners.loras.digests(live.settings.lora_digest),
+            self.model.text.word_digests(texts),
+            self.runners.references.digests(live.settings.references),
+        )
 
     def _is_ready(self, live: LiveRequest) -> bool:
         """Return whether adapters and ControlNets are read; errors of reading are raised in preparation."""
-        if all(job is None or job.done() for job in (live.lora_loading, live.control_loading)):
+        jobs = (live.lora_loading, live.control_loading, live.reference_loading)
+        if all(job is None or job.done() for job in jobs):
             return True
         return self.clock() - live.submitted_s >= (live.request.deadline_s or math.inf)
 

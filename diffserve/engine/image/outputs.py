@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -35,7 +35,17 @@ from diffserve.world.checker import SceneSpec, grade, judge, read_picture
 from diffserve.world.picture_reading import MAX_SIDE_PX
 from diffserve.world.prompt_reading import parse_prompt
 
-Digests = Callable[[LiveRequest], tuple[dict[str, str], dict[str, str]]]
+
+class AdapterDigests(NamedTuple):
+    """SHA-256 of the files of a request's LoRAs, textual inversions and IP-Adapters, by name."""
+
+    lora_digests: dict[str, str]
+    word_digests: dict[str, str]
+    reference_digests: dict[str, str]
+
+
+Digests = Callable[[LiveRequest], AdapterDigests]
+NO_DIGESTS: Final = AdapterDigests({}, {}, {})
 
 
 class ImageOutputs:
@@ -43,13 +53,13 @@ class ImageOutputs:
 
     Args:
         info: The model that results name.
-        digests: Returns the digests of a request's adapters and of its learned words, both by name.
+        digests: Returns the digests of a request's adapters and learned words.
 
     Attributes:
         decode_s: Running mean of the seconds that decoding an image takes.
     """
 
-    def __init__(self, info: ModelInfo, digests: Digests = lambda _: ({}, {})) -> None:
+    def __init__(self, info: ModelInfo, digests: Digests = lambda _: NO_DIGESTS) -> None:
         self.info = info
         self._digests = digests
         self.decode_s = 0.0
@@ -95,7 +105,6 @@ class ImageOutputs:
         self, task: ImageTask, image: CachedImage, durations: Timings, cached: Literal["hit", "shared"] | None = None
     ) -> ImageResult:
         live, settings = task.live, task.settings
-        lora_digests, word_digests = self._digests(live)
         pixels = restore_outside_mask(live.request.init_image, live.request.mask_image, image.pixels)
         interrupted_after = task.step_index if task.is_interrupted and task.row_index < settings.num_rows else 0
         interruption = (
@@ -120,8 +129,7 @@ class ImageOutputs:
             similarity=image.similarity,
             skipped_steps=image.skipped_steps,
             device_s=0.0 if cached else task.clock.device_s,
-            lora_digests=lora_digests,
-            word_digests=word_digests,
+            **self._digests(live)._asdict(),
             sampler_digest=settings.sampler_digest,
             refiner="" if settings.switch_row is None else self.info.refiner,
             **settings.recipe() | {"variation_seed": task.variation_seed},

@@ -34,6 +34,8 @@ from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.lora_store import LoRAStore
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.memory import without_frames
+from diffserve.runtime.reference_pages import PagedReference
+from diffserve.runtime.reference_store import ReferenceStore
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
 from diffserve.runtime.text.encoding import Conditioning, TextReading
 from diffserve.runtime.text.transferred_encodings import to_tensor
@@ -59,6 +61,7 @@ class Preparer:
         latent_cache: LatentCache,
         loras: LoRAStore,
         controlnets: ControlNetStore,
+        references: ReferenceStore,
         refiner: Conditioner | None = None,
     ) -> None:
         self.model = model
@@ -68,6 +71,7 @@ class Preparer:
         self.latent_cache = latent_cache
         self.loras = loras
         self.controlnets = controlnets
+        self.references = references
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
@@ -117,8 +121,9 @@ class Preparer:
             height_px=settings.height_px,
             reading=TextReading(loras, settings.clip_skip),
         )
-        refined = None
+        refined, references = None, tuple[PagedReference, ...]()
         try:
+            references = self._references(task, conditionings[0])
             controls = tuple(self._controls(task))
             texts = self._embeddings(task, conditionings, loras) if controls else ()
             refined = None if settings.switch_row is None else self._refined(task)
@@ -126,10 +131,12 @@ class Preparer:
             task.state.controls, task.state.texts = controls, texts
         except BaseException:
             close_all(conditionings)
+            for reference in references:
+                reference.close()
             if refined is not None:
                 close_all(refined.conditionings)
             raise
-        task.state.loras, task.state.refined = loras, refined
+        task.state.loras, task.state.refined, task.state.references = loras, refined, references
         task.state.time_ids = self._time_ids(task, self.model)
         group = self._group(task, self.conditioner, conditionings[0])
         if task.settings.switch_row == 0:
@@ -164,6 +171,16 @@ class Preparer:
         size = task.settings.width_px, task.settings.height_px
         rows = [(micro or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
         return send(torch.tensor(rows, dtype=torch.float32), model.device)
+
+    def _references(self, task: ImageTask, conditioning: AnyConditioning) -> tuple[PagedReference, ...]:
+        """Return the references of ``task``. Raises PoolBusy."""
+        references, settings = task.settings.references, task.settings
+        if not references:
+            return ()
+        loading = task.live.reference_loading or self.references.begin(references, task.live.request.reference_images)
+        scales = [reference.scale for reference in references]
+        read = list(zip(loading.result(), scales, strict=True))
+        return self.conditioner.open_references(read, conditioning, is_guided=bool(settings.guided.any()))
 
     def _controls(self, task: ImageTask) -> Iterator[ActiveControl]:
         """Yield the ControlNets of ``task``, each with its encoded control map."""
@@ -282,8 +299,9 @@ def latent_key_of(task: ImageTask) -> Hashable:
     avoided = negative.strip() if settings.guided.any() else ""
     savings = settings.guidance_interval, settings.guidance_rescale, settings.cache_interval
     size = settings.width_px, settings.height_px, settings.micro_conditioning, settings.switch_at
-    digest = settings.lora_digest + settings.control_digest + bytes([settings.clip_skip])
-    return size, avoided, settings.num_steps, settings.guidance_scale, savings, digest, settings.controlnets
+    digest = settings.lora_digest + settings.control_digest + settings.reference_digest + bytes([settings.clip_skip])
+    adapters = settings.controlnets, settings.references
+    return size, avoided, settings.num_steps, settings.guidance_scale, savings, digest, adapters
 
 
 def cells_of(mask: Picture) -> Tensor:

@@ -30,6 +30,7 @@ from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.lora_store import LoRAStore
 from diffserve.runtime.memory import without_frames
+from diffserve.runtime.reference_store import ReferenceStore
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool, uses_pages
 from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
@@ -105,7 +106,8 @@ class ImageRunner:
                 pages = make_pool(model, config, is_exact=is_deterministic(model, config))
             its_config = replace(config, compile="off", cuda_graphs=False)
             self.refiner = Expert.make(model.refiner, its_config, clock, pages, Threads(threads.counts))
-        planned_bytes = self.controlnets.planned_bytes
+        self.references = ReferenceStore(model, config.reference_bytes, is_paged=uses_pages(model, config))
+        planned_bytes = self.controlnets.planned_bytes + self.references.planned_bytes
         base = Expert.make(model, config, clock, pages, threads, self.refiner, planned_bytes)
         self.conditioner, self.room, self.groups, self.caps, self.caller = base
         self.groups.control = self.controlnets.of_digest
@@ -116,7 +118,14 @@ class ImageRunner:
         self.loras = LoRAStore(model, config.lora_bytes)
         refiner = None if self.refiner is None else self.refiner.conditioner
         self._preparer = Preparer(
-            model, self.conditioner, self.pool, self.latent_cache, self.loras, self.controlnets, refiner
+            model,
+            self.conditioner,
+            self.pool,
+            self.latent_cache,
+            self.loras,
+            self.controlnets,
+            self.references,
+            refiner,
         )
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
             model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))
@@ -281,8 +290,8 @@ class ImageRunner:
         started_s = self.clock()
         try:
             group = self.caller.with_room(lambda: self._preparer.prepare(task))
-            # rows that neither a refiner nor ControlNets compute
-            is_own = not (group.is_refined or task.settings.controlnets)
+            # rows that neither a refiner nor ControlNets compute and that read no references
+            is_own = not (group.is_refined or task.settings.controlnets or task.settings.references)
             if is_own and task.settings.full.all():
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s

@@ -14,7 +14,7 @@ from diffserve.api.types import Cancelled, Event, ImageFailed, ImageFinished, Mo
 from diffserve.engine.image.caches import CachedImage, SharedImages
 from diffserve.engine.image.fair_share import PriorityShare, SlotQueue
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
-from diffserve.engine.image.outputs import Digests, ImageOutputs, ImageScores, select_best
+from diffserve.engine.image.outputs import NO_DIGESTS, Digests, ImageOutputs, ImageScores, select_best
 from diffserve.engine.image.policy import POLICIES, TickCosts, TickTime, solo_s
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
@@ -46,7 +46,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         info: ModelInfo,
         costs: TickCosts,
         scores: ImageScores | None = None,
-        digests: Digests = lambda _: ({}, {}),
+        digests: Digests = lambda _: NO_DIGESTS,
     ) -> None:
         super().__init__()
         self.config = config
@@ -341,7 +341,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _forget(self, live: LiveRequest) -> None:
         """Remove a request that is over."""
-        live.lora_loading = live.control_loading = None
+        live.lora_loading = live.control_loading = live.reference_loading = None
         if self.live.pop(live.request_id, None) is not None:
             self._share.leave(live)
 

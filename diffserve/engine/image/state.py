@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from diffserve.api.fields import NoiseSource
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
+from diffserve.runtime.reference_pages import PagedReference
 from diffserve.runtime.text.conditioning import AnyConditioning
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
@@ -121,6 +122,7 @@ class ImageState:
             SDXL's refiner.
         controls: ControlNets of the request, in its order.
         texts: Embeddings of each of the image's texts for ControlNets; empty without ControlNets.
+        references: Reference images of the request, in its order.
         features: Features (F, h, w) of the latest full call for shallow calls, by part and view of the row.
         refined: Inputs of the refiner, until the image switches to it.
     """
@@ -137,6 +139,7 @@ class ImageState:
     time_ids: Tensor | None = None
     controls: tuple[ActiveControl, ...] = ()
     texts: tuple[Conditioning, ...] = ()
+    references: tuple[PagedReference, ...] = ()
     features: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
 
@@ -156,18 +159,24 @@ class ImageState:
             stream.next_draw = next_draw
 
     def switch(self) -> None:
-        """Switch to the refiner's UNet, and release the base model's conditioning and adapters."""
+        """Switch to the refiner's UNet, and release the base model's conditioning, references and adapters."""
         assert self.refined is not None
-        close_all(self.conditionings)
+        self._close_base()
         self.features.clear()
         self.conditionings, self.time_ids = self.refined.conditionings, self.refined.time_ids
         self.loras = self.refined = None
 
     def close(self) -> None:
-        """Release the pages of the conditioning."""
-        close_all(self.conditionings)
+        """Release the pages of conditioning and references."""
+        self._close_base()
         if self.refined is not None:
             close_all(self.refined.conditionings)
+
+    def _close_base(self) -> None:
+        close_all(self.conditionings)
+        for reference in self.references:
+            reference.close()
+        self.references = ()
 
 
 def close_all(conditionings: Iterable[AnyConditioning]) -> None:

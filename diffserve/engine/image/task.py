@@ -77,8 +77,10 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
         lora_digest: Digest of the adapters and their scales; empty without adapters.
         control_digest: Digest of the ControlNets; empty without any.
+        reference_digest: Digest of the IP-Adapters of the references; empty without any.
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
         controlled: Indices of the active ControlNets for each table row; empty without any.
+        referenced: Indices of the active references for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
         prompts: Texts by step, for prompts with editing, alternation or AND; ``None`` for others.
         guidance_at: Guidance scale of each table row, for a prompt with AND, whose rows are all guided; empty for
@@ -97,8 +99,10 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     shorter: tuple[GenerationSettings, ...] = ()
     lora_digest: bytes = b""
     control_digest: bytes = b""
+    reference_digest: bytes = b""
     sampler_digest: str = ""
     controlled: tuple[tuple[int, ...], ...] = ()
+    referenced: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
     prompts: PromptSchedule | None = None
     guidance_at: tuple[float, ...] = ()
@@ -157,6 +161,7 @@ class LiveRequest(Live):
         queue_position: Position in the queue that was last sent to the client, at ``position_sent_s``.
         lora_loading: Loading of its adapters, which holds them until the request is over.
         control_loading: Loading of its ControlNets and control images, likewise.
+        reference_loading: Loading of its IP-Adapters and encoding of its reference images, likewise.
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
         image_settings: Settings of each image, if their prompts differ; ``settings`` are those of the first.
@@ -175,6 +180,7 @@ class LiveRequest(Live):
     position_sent_s: float = -math.inf
     lora_loading: Future[Any] | None = None
     control_loading: Future[Any] | None = None
+    reference_loading: Future[Any] | None = None
     line: tuple[str, Priority] = field(init=False)
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
@@ -313,6 +319,11 @@ class ImageTask:
     def controls_now(self) -> tuple[int, ...]:
         """Indices of the ControlNets that add to the next row."""
         return self.settings.controlled[self.row_index] if self.settings.controlled else ()
+
+    @property
+    def references_now(self) -> tuple[int, ...]:
+        """Indices of the references that the next row reads."""
+        return self.settings.referenced[self.row_index] if self.settings.referenced else ()
 
     @property
     def group_now(self) -> GroupKey:

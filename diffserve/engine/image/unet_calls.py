@@ -11,10 +11,12 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.engine.image.batch import ImageBatch
@@ -31,7 +33,7 @@ from diffserve.runtime.text.conditioning import Conditioner, ConditioningRow
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.transfer import send
 from diffserve.runtime.unet.controlnet import Residuals, residual_shapes
-from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
+from diffserve.runtime.unet.cross_attention import Contexts, ImagePart, KeysValues
 from schedulers import COLUMNS
 
 STACKS_KEPT = 16
@@ -52,6 +54,17 @@ class RowInputs(NamedTuple):
     part: int
     view: int = 0
     text: int = 0
+
+
+ReferencedRow = tuple[RowInputs, tuple[int, ...]]
+"""A row, and the places of the references that are active in this step."""
+
+Images = tuple[ImagePart, ...]
+
+
+def bytes_of_images(images: Images) -> int:
+    """Return the size of the keys and values of ``images`` in bytes."""
+    return sum(part.num_bytes for part in images)
 
 
 class Stack(NamedTuple):
@@ -115,6 +128,7 @@ class UNetCaller:
         self._clock = clock
         self._timed: deque[tuple[CostCurve, int, TimeSpan]] = deque()
         self._stacks: OrderedDict[tuple[RowInputs, ...], Stack] = OrderedDict()
+        self._images: LRUCache[tuple[ReferencedRow, ...], Images] = LRUCache(STACK_BYTES_KEPT, bytes_of_images)
         self._spare: Tensor | None = None
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
@@ -234,6 +248,7 @@ class UNetCaller:
     def free_caches(self) -> None:
         """Free all memory that is only kept to save time."""
         self._stacks.clear()
+        self._images.clear()
         self._spare = None
         if self.refiner_caller is not None:
             self.refiner_caller.free_caches()
@@ -278,7 +293,7 @@ class UNetCaller:
             output = self.model.unet.predict(
                 scaled,
                 timesteps,
-                stack.contexts,
+                self._with_images(stack.contexts, inputs),
                 **stack.conditions,
                 features=features,
                 compiled=self.groups.compiled.of(group),
@@ -302,6 +317,27 @@ class UNetCaller:
         if len(padded) > len(rows):
             owners = torch.cat([owners, owners[-1:].expand(len(padded) - len(rows))])
         return owners, self._stack(tuple(row_inputs(batch, row) for row in padded))
+
+    def _with_images(self, contexts: Contexts, inputs: Sequence[RowInputs]) -> Contexts:
+        """Return the ``contexts`` of a call with the references that are active in this step.
+
+        ``inputs`` are the call's rows without padding, which needs no references.
+        """
+        if not any(row.task.references_now for row in inputs):
+            return contexts
+        assert isinstance(contexts, KeysValues)  # references are refused without pages
+        key = tuple((row, row.task.references_now) for row in inputs)
+        images = self._images.get(key)
+        if images is None:
+            images = self.conditioner.image_parts(
+                [
+                    [row.task.loaded_state.references[place].row(is_uncond=row.part == UNCOND) for place in places]
+                    for row, places in key
+                ]
+            )
+            if bytes_of_images(images) <= self._images.maxsize:
+                self._images[key] = images
+        return replace(contexts, images=images)
 
     @contextmanager
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
@@ -341,6 +377,8 @@ class UNetCaller:
         """Drop the stacks of images that have left."""
         for key in [key for key in self._stacks if any(row.task.state is None for row in key)]:
             self._drop(key)
+        for images in [key for key in self._images if any(row.task.state is None for row, _ in key)]:
+            del self._images[images]
 
     def _drop(self, key: tuple[RowInputs, ...]) -> int:
         """Drop a stack and return its size in bytes; its adapter buffer may be reused."""

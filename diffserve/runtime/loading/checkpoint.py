@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -113,6 +114,11 @@ class Checkpoint:
         if any(entry.scale for entry in self.entries.values()):
             for key in [key for key in self.entries if SCALING.fullmatch(key)]:
                 del self.entries[key]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename the tensor ``key`` to ``names[key]``; other tensors keep their names."""

@@ -111,12 +111,17 @@ def build(name: str, config: Mapping[str, Any], where: str) -> Any:
     return _build(name, where, lambda: cls.from_config(settings))
 
 
+NOT_SETTINGS: Final = frozenset(
+    {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+)
+"""Entries of transformers' configurations that are no arguments of a configuration class."""
+
+
 def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
     """Build ``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``), empty."""
     cls, config_cls = (import_quietly("transformers", part) for part in (name, "CLIPTextConfig"))
-    dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
     config = config.get("text_config") or config  # in a complete CLIP the vision part has its own
-    settings = {key: value for key, value in config.items() if key not in dropped}
+    settings = {key: value for key, value in config.items() if key not in NOT_SETTINGS}
     return _build(name, where, lambda: cls(config_cls(**settings)))
 
 
@@ -125,6 +130,14 @@ def build_clip(config: Mapping[str, Any], where: str) -> Any:
     cls, config_cls = (import_quietly("transformers", name) for name in ("CLIPModel", "CLIPConfig"))
     settings = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
     return _build("CLIPModel", where, lambda: cls(config_cls(**settings)))
+
+
+def build_clip_vision(config: Mapping[str, Any], where: str) -> Any:
+    """Build transformers' ``CLIPVisionModelWithProjection``, empty."""
+    name = "CLIPVisionModelWithProjection"
+    cls, config_cls = (import_quietly("transformers", part) for part in (name, "CLIPVisionConfig"))
+    settings = {key: value for key, value in config.items() if key not in NOT_SETTINGS}
+    return _build(name, where, lambda: cls(config_cls(**settings)))
 
 
 def _build(name: str, where: str, make: Callable[[], Any]) -> Any:

@@ -14,20 +14,24 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
+from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PageTable, PoolBusy
+from diffserve.runtime.reference_pages import PagedReference, gather_images, open_image
+from diffserve.runtime.reference_store import ReadReference
 from diffserve.runtime.text.encoding import AS_TRAINED, Conditioning, TextReading
 from diffserve.runtime.text.paged_encoder import ImageSpecs
 from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
 from diffserve.runtime.text.transferred_encodings import EncodingTable
-from diffserve.runtime.unet.cross_attention import Contexts
+from diffserve.runtime.unet.cross_attention import Contexts, ImagePart
 from diffserve.settings.config import EngineConfig
 
 AUTO_WINDOWS = 64
@@ -120,6 +124,16 @@ class PlainConditioner:
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return torch.stack([half for half in halves if isinstance(half, Tensor)])
 
+    def image_parts(self, rows: Sequence[Sequence[tuple[PageTable, float]]]) -> tuple[ImagePart, ...]:
+        """Return the references of the rows of a call; always empty here, as references need pages."""
+        return ()
+
+    def open_references(
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: AnyConditioning, *, is_guided: bool
+    ) -> tuple[PagedReference, ...]:
+        """Open no pages: requests with references are refused without pages."""
+        return ()
+
     def of_embeddings(self, embeddings: Tensor) -> Tensor:
         """Return contexts for embeddings (R, tokens, dim) that belong to no text, unchanged."""
         return embeddings
@@ -189,6 +203,56 @@ class PagedConditioner(PromptPages):
         """Copy the rows' keys and values out of the pages, (R, tokens, heads, head_dim) each."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return self.gather([half for half in halves if isinstance(half, tuple)])
+
+    def image_parts(self, rows: Sequence[Sequence[tuple[PageTable, float]]]) -> tuple[ImagePart, ...]:
+        """Copy the keys and values of references out of the pages, for each row with its scales."""
+        return gather_images(self.pool, self.specs.unet, rows, is_exact=self.is_exact)
+
+    def open_references(
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: AnyConditioning, *, is_guided: bool
+    ) -> tuple[PagedReference, ...]:
+        """Open the pages of the references of one image.
+
+        Args:
+            references: References and their scales.
+            conditioning: The text conditioning of the image, whose pages are held.
+            is_guided: Whether the image has unconditional rows.
+
+        Raises:
+            PoolBusy: The pages do not fit now; then none of them are held.
+            PoolTooSmall: They can never fit.
+        """
+        assert isinstance(conditioning, PagedConditioning)
+        opened: list[PagedReference] = []
+        try:
+            for (adapter, cond, uncond, keys), scale in references:
+                reference = PagedReference(
+                    self.pool, open_image(self.pool, self.specs.unet, adapter, cond, keys[0]), None, scale
+                )
+                opened.append(reference)
+                if is_guided:
+                    table = open_image(self.pool, self.specs.unet, adapter, uncond, keys[1])
+                    opened[-1] = replace(reference, uncond=table)
+        except BaseException:
+            for reference in opened:
+                reference.close()
+            need = self._needed_pages(references, conditioning, is_guided=is_guided)
+            check(
+                need <= self.pool.num_pages,
+                f"the prompts and references take {need} pages and the whole pool has {self.pool.num_pages}: use fewer "
+                f"references, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
+                "references",
+            )
+            raise
+        return tuple(opened)
+
+    def _needed_pages(
+        self, references: Sequence[tuple[ReadReference, float]], conditioning: PagedConditioning, *, is_guided: bool
+    ) -> int:
+        """Return the pages of an image that shares none."""
+        tokens = [len(read.cond) for read, _ in references] * (2 if is_guided else 1)
+        num_pages = sum(self.pool.num_pages_for(self.specs.unet.tenant, number) for number in tokens)
+        return num_pages + sum(table.num_pages for table in (*conditioning.cond, *conditioning.uncond))
 
     def of_embeddings(self, embeddings: Tensor) -> Contexts:
         """Compute keys and values of embeddings directly, without the pool."""

@@ -26,6 +26,40 @@ class Pair(NamedTuple):
     values: Tensor
 
 
+class ImagePart(NamedTuple):
+    """Keys and values of reference images, for some rows of a UNet call (IP-Adapter).
+
+    Attributes:
+        rows: Numbers of the rows, each once.
+        layers: One pair (len(rows), tokens, heads, head_dim) per layer.
+        scales: Weight of the attention to the image of each row.
+        places: ``rows`` as int64 on the device, and the scales as (len(rows), 1, 1, 1), for more than one row.
+    """
+
+    rows: tuple[int, ...]
+    layers: tuple[Pair, ...]
+    scales: tuple[float, ...]
+    places: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all layers in bytes."""
+        return sum(tensor.nbytes for pair in self.layers for tensor in pair)
+
+    def add_to(self, attended: Tensor, query: Tensor, layer: int) -> None:
+        """Add the attention to the images to ``attended``, with ``query`` (R, heads, N, head_dim) of all rows."""
+        device = query.device
+        keys, values = (tensor.to(device).transpose(1, 2) for tensor in self.layers[layer])
+        if self.places is None:
+            rows = slice(self.rows[0], self.rows[0] + 1)
+            added = F.scaled_dot_product_attention(query[rows], keys, values)
+            attended[rows].add_(added, alpha=self.scales[0])
+            return
+        places, scales = (tensor.to(device) for tensor in self.places)
+        added = F.scaled_dot_product_attention(query.index_select(0, places), keys, values)
+        attended.index_add_(0, places, added * scales.to(added.dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class KeysValues:
     """Keys and values for the rows of one UNet call: by layer, (R, tokens, heads, head_dim) each.
@@ -33,18 +67,22 @@ class KeysValues:
     Attributes:
         layers: One pair per layer.
         mask: bool (R, 1, 1, tokens), False beyond the end of a shorter text; ``None`` if all have the same length.
+        images: Reference images of some rows, in the order in which they are added. Rows without any are computed as in
+            a call without references.
     """
 
     layers: tuple[Pair, ...]
     mask: Tensor | None = None
+    images: tuple[ImagePart, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Size of all layers in bytes."""
-        return sum(tensor.nbytes for pair in self.layers for tensor in pair)
+        own_bytes = sum(tensor.nbytes for pair in self.layers for tensor in pair)
+        return own_bytes + sum(part.num_bytes for part in self.images)
 
     def select(self, rows: Tensor) -> KeysValues:
-        """Return copies of ``rows`` (int64, repeats allowed)."""
+        """Return copies of ``rows`` (int64, repeats allowed), without reference images."""
         layers = tuple(Pair(*(tensor.index_select(0, rows) for tensor in pair)) for pair in self.layers)
         return KeysValues(layers, None if self.mask is None else self.mask.index_select(0, rows))
 
@@ -81,6 +119,8 @@ class PagedProcessor:
         B, N, _ = hidden_states.shape
         query = attn.to_q(hidden_states).view(B, N, attn.heads, -1).transpose(1, 2)  # (R, heads, N, head_dim)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        for part in encoder_hidden_states.images:  # decoupled attention, arXiv 2308.06721, equation 5
+            part.add_to(attended, query, self.layer)
         output = attn.to_out[0](attended.transpose(1, 2).reshape(B, N, -1))
         return output
 

@@ -95,8 +95,8 @@ class UNetRunner:
             extra: (R, extra_channels, h, w), required for inpainting UNets only.
             guidance: (R,) scales for UNets with a ``guidance_dim``; by default 1, which is no guidance.
             features: (R, F, h, w) kept of a full call; then only the shallow part runs.
-            compiled: Makes full calls that it can; otherwise the network does.
-            recorder: Replays a recording of the call if it can.
+            compiled: Makes full calls without references that it can; otherwise the network does.
+            recorder: Replays a recording of a call without references if it can.
             loras: Changes of the network for each row.
             residuals: ControlNet residuals for each row; such calls are never compiled ones.
             kept_features: A list to which the features (R, F, h, w) of this full call are added.
@@ -106,6 +106,8 @@ class UNetRunner:
         call = call._replace(residuals=residuals or (), features=features)
         layers, rank = (loras.layers, loras.rank) if loras else ((), 0)
         keeps_features = kept_features is not None
+        if isinstance(contexts, KeysValues) and contexts.images:
+            compiled = recorder = None  # neither knows the arguments of references
 
         def make(call: UNetArguments, loras: RowLoRAs | None) -> Outputs:
             if compiled and call.is_whole and not keeps_features:

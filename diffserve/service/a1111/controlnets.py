@@ -28,7 +28,7 @@ from diffserve.service.http.addresses import Clients
 from diffserve.service.http.bodies import show
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.inputs import image_bytes
-from diffserve.service.images.schemas import ControlNetChoice
+from diffserve.service.images.schemas import ControlNetChoice, ReferenceChoice
 from diffserve.service.lifecycle import read_body, while_connected
 
 API_VERSION: Final = 2
@@ -52,27 +52,41 @@ UNIT_FIELDS: Final[dict[str, Neutral]] = {
 }
 """Unsupported fields of a unit, with the values that have no effect in A1111."""
 
-MODULES: Final = (PASSED_THROUGH, CANNY)
-MODULE_LIST: Final = {
-    "module_list": list(MODULES),
-    "module_detail": {
-        PASSED_THROUGH: {"model_free": False, "sliders": []},
-        CANNY: {
-            "model_free": False,
-            "sliders": [
-                {"name": "Resolution", "value": 512, "min": 64, "max": MAX_RESOLUTION},
-                {"name": "Low Threshold", "value": WEAK, "min": 0, "max": MAX_THRESHOLD},
-                {"name": "High Threshold", "value": STRONG, "min": 0, "max": MAX_THRESHOLD},
-            ],
-        },
+IP_ADAPTER: Final = "ip-adapter-auto"
+"""A1111's module of IP-Adapters, which chooses the image encoder by the file."""
+
+MODULES: Final[dict[str, dict[str, Any]]] = {
+    PASSED_THROUGH: {"model_free": False, "sliders": []},
+    CANNY: {
+        "model_free": False,
+        "sliders": [
+            {"name": "Resolution", "value": 512, "min": 64, "max": MAX_RESOLUTION},
+            {"name": "Low Threshold", "value": WEAK, "min": 0, "max": MAX_THRESHOLD},
+            {"name": "High Threshold", "value": STRONG, "min": 0, "max": MAX_THRESHOLD},
+        ],
     },
 }
+"""Preprocessors that make control maps."""
 
 
-def control_types(models: Sequence[str]) -> dict[str, Any]:
-    """Return the ControlNets ``models`` and the preprocessors as one type, "All"."""
-    content = {"module_list": list(MODULES), "model_list": ["None", *models]}
-    return {"control_types": {"All": content | {"default_option": PASSED_THROUGH, "default_model": "None"}}}
+def modules(adapters: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the modules of units, for a server with these IP-``adapters``."""
+    return MODULES | ({IP_ADAPTER: {"model_free": False, "sliders": []}} if adapters else {})
+
+
+def module_list(adapters: Sequence[str]) -> dict[str, Any]:
+    """Return the names and details of the modules of units."""
+    return {"module_list": list(modules(adapters)), "module_detail": modules(adapters)}
+
+
+def control_types(models: Sequence[str], adapters: Sequence[str]) -> dict[str, Any]:
+    """Return the ControlNets ``models``, IP-``adapters`` and modules as the types "All" and "IP-Adapter"."""
+    content = {"module_list": list(modules(adapters)), "model_list": ["None", *models, *adapters]}
+    types = {"All": content | {"default_option": PASSED_THROUGH, "default_model": "None"}}
+    if adapters:
+        content = {"module_list": [IP_ADAPTER], "model_list": ["None", *adapters]}
+        types["IP-Adapter"] = content | {"default_option": IP_ADAPTER, "default_model": adapters[0]}
+    return {"control_types": types}
 
 
 def thresholds_of(first: float | None, second: float | None) -> tuple[float, float]:
@@ -88,20 +102,11 @@ def controlnets_of(body: Txt2ImgBody) -> list[ControlNetChoice]:
     """Return the ControlNets that ``body`` asks for. Raises InvalidRequest for a unit with a value out of bounds."""
     choices = []
     for place, unit in _active_units(body):
-        if not _has_model(unit):
+        if not _has_model(unit) or is_reference(unit):
             continue
-        image = unit.get("image") or unit.get("input_image")
-        if isinstance(image, dict):
-            image = image.get("image")
-        if not image and isinstance(body, Img2ImgBody) and body.init_images:
-            image = body.init_images[0]
         module = PASSED_THROUGH if unit.get("module") in (None, "", "None") else unit["module"]
         values = {
-            "name": str(unit["model"]).partition(" [")[0],
-            "image": image,
-            "scale": unit.get("weight"),
-            "start": unit.get("guidance_start"),
-            "end": unit.get("guidance_end"),
+            **_common_values(unit, body),
             "preprocessor": module,
             "resize": RESIZE_MODES.get(_lower(unit.get("resize_mode")), "crop"),
         }
@@ -121,6 +126,46 @@ def controlnets_of(body: Txt2ImgBody) -> list[ControlNetChoice]:
     return choices
 
 
+def references_of(body: Txt2ImgBody) -> list[ReferenceChoice]:
+    """Return the references of the IP-Adapter units of ``body``. Raises InvalidRequest as ``controlnets_of``."""
+    choices = []
+    for place, unit in _active_units(body):
+        if not _has_model(unit) or not is_reference(unit):
+            continue
+        values = {name: value for name, value in _common_values(unit, body).items() if value is not None}
+        try:
+            choices.append(ReferenceChoice.model_validate(values))
+        except ValueError:
+            message = (
+                f"unit {place} of controlnet has a value that cannot be used; an IP-Adapter needs model, image, weight "
+                "0 to 2, guidance 0 to 1."
+            )
+            raise InvalidRequest(message, param="alwayson_scripts") from None
+    return choices
+
+
+def is_reference(unit: dict[str, Any]) -> bool:
+    """Return whether ``unit`` is for an IP-Adapter, by the name of its module or of its model."""
+    module, model = _lower(unit.get("module")), _lower(unit.get("model")).replace("_", "-").rpartition("/")[2]
+    return module.startswith("ip-adapter") or model.startswith("ip-adapter")
+
+
+def _common_values(unit: dict[str, Any], body: Txt2ImgBody) -> dict[str, Any]:
+    """Return the fields that ControlNets and references have in common."""
+    image = unit.get("image") or unit.get("input_image")
+    if isinstance(image, dict):
+        image = image.get("image")
+    if not image and isinstance(body, Img2ImgBody) and body.init_images:
+        image = body.init_images[0]
+    return {
+        "name": str(unit["model"]).partition(" [")[0],
+        "image": image,
+        "scale": unit.get("weight"),
+        "start": unit.get("guidance_start"),
+        "end": unit.get("guidance_end"),
+    }
+
+
 def ignored_in_units(body: Txt2ImgBody) -> list[str]:
     """Return a sentence for everything in the units of ``body`` that A1111 applies and this server does not."""
     sentences = []
@@ -133,7 +178,7 @@ def ignored_in_units(body: Txt2ImgBody) -> list[str]:
                 sentences.append(f"unit {place} of controlnet has no model and was ignored.")
             continue
         fields = UNIT_FIELDS | ({"hr_option": ("both", 0)} if body.enable_hr else {})
-        if unit.get("module") not in (None, "", "None", PASSED_THROUGH, CANNY):
+        if unit.get("module") not in (None, "", "None", PASSED_THROUGH, CANNY) and not is_reference(unit):
             fields |= dict.fromkeys(("processor_res", "threshold_a", "threshold_b"), (-1,))
         names = [name for name, neutral in fields.items() if has_effect(unit.get(name), neutral)]
         image = unit.get("image") or unit.get("input_image")
@@ -141,7 +186,8 @@ def ignored_in_units(body: Txt2ImgBody) -> list[str]:
             names.append("mask")
         if names:
             sentences.append(f"{', '.join(dict.fromkeys(names))} of unit {place} of controlnet has no effect.")
-        if (mode := unit.get("resize_mode")) is not None and _lower(mode) not in RESIZE_MODES:
+        mode = None if is_reference(unit) else unit.get("resize_mode")
+        if mode is not None and _lower(mode) not in RESIZE_MODES:
             sentences.append(f"resize_mode of unit {place} of controlnet is {show(mode)}; its image was cropped.")
     return sentences
 

@@ -24,7 +24,7 @@ from diffserve.media.infotext import SCHEDULE_LABELS
 from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
-from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
+from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units, references_of
 from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored, template_of
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
@@ -189,6 +189,8 @@ def convert_body(
         values |= {"variation_seed": _parse_subseed(body.subseed), "variation_strength": body.subseed_strength}
     if choices := controlnets_of(body):
         values["controlnets"] = choices
+    if references := references_of(body):
+        values["references"] = references
     if body.refiner_checkpoint not in (None, "", "None"):
         values |= {"refiner": True, "switch_at": body.refiner_switch_at}
     message = "the prompt is empty; describe the image."

@@ -17,7 +17,8 @@ from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
-from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
+from diffserve.models.references import ReferenceFolder
+from diffserve.service.a1111.controlnets import API_VERSION, control_types, detect, module_list
 from diffserve.service.a1111.conversion import LANCZOS, NEAREST
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
 from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
@@ -116,15 +117,23 @@ class A1111Routes:
             info = self._info()
             return list(ControlNetFolder(info.controlnet_dir, info.dtype).names())
 
+        def adapters() -> list[str]:
+            info = self._info()
+            return list(ReferenceFolder(info.reference_dir, info.dtype).names())
+
         async def answer(request: Request) -> Response:
             return await detect(request, fetcher, self._clients)
 
         for name, content, summary in (
             ("version", lambda: {"version": API_VERSION}, "Version of the API of A1111's ControlNet extension"),
             ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "Number of ControlNets per image"),
-            ("model_list", lambda: {"model_list": models()}, "The ControlNets"),
-            ("module_list", lambda: MODULE_LIST, "List the ControlNet preprocessors"),
-            ("control_types", lambda: control_types(models()), "List the ControlNets and their preprocessors by type"),
+            ("model_list", lambda: {"model_list": [*models(), *adapters()]}, "The ControlNets and IP-Adapters"),
+            ("module_list", lambda: module_list(adapters()), "List the ControlNet preprocessors"),
+            (
+                "control_types",
+                lambda: control_types(models(), adapters()),
+                "List ControlNets and preprocessors by type",
+            ),
         ):
             self._get(name, content, summary, CONTROLNET)
         self._post(f"{CONTROLNET}/detect", answer, "Create control maps from images", DetectBody)

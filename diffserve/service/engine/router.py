@@ -58,7 +58,7 @@ class RouteNeeds(NamedTuple):
     Attributes:
         cost: Work, in the unit of the queues.
         model: Name of the model; "" if every replica has it.
-        adapters: Keys of the LoRAs and ControlNets.
+        adapters: Keys of the LoRAs, ControlNets and IP-Adapters.
         texts: The texts as chains of blocks.
     """
 
@@ -163,6 +163,7 @@ def route_needs(request: RoutedRequest, cost: float, first_model: str = "") -> R
             names = [
                 *(("lora", lora.name) for lora in params.loras),
                 *(("control", control.name) for control in params.controlnets),
+                *(("reference", reference.name) for reference in params.references),
             ]
             adapters = tuple(_key(b"", f"{kind} {model} {name}".encode()) for kind, name in names)
             salt = b"".join(adapters) + f"image {model} {params.clip_skip}".encode()

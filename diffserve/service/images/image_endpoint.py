@@ -49,7 +49,7 @@ class ImageEndpoint(ImageServiceEndpoint[GenerateBody, ImagePlan]):
         if issubclass(self.body, StartBody):
             return await (self._read_form(request, self.body) if is_form(request) else self._read_json(request))
         body = await self._read_json(request)
-        image_chars = sum(len(controlnet.image) for controlnet in body.controlnets or ())
+        image_chars = sum(len(choice.image) for choice in (*(body.controlnets or ()), *(body.references or ())))
         if len(await request.body()) - image_chars > TEXT_BODY_BYTES:
             raise too_long(TEXT_BODY_BYTES)
         return body

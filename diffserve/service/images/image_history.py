@@ -25,7 +25,7 @@ from diffserve.service.stored.owners import Owners
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
 
-NOT_REPEATED: Final = frozenset({"num_steps", "strength", "loras", "controlnets", "similarity_threshold"})
+NOT_REPEATED: Final = frozenset({"num_steps", "strength", "loras", "controlnets", "references", "similarity_threshold"})
 """Fields of a recipe that a body names differently or cannot repeat."""
 
 MAX_WAITING_BYTES: Final = 64 << 20
@@ -178,6 +178,7 @@ def recipe_of(
     needs = [] if request.init_image is None else ["image"]
     needs += [] if request.mask_image is None else ["mask"]
     needs += ["controlnets"] if result.controlnets else []
+    needs += ["references"] if result.references else []
     recipe = msgspec.to_builtins(result.recipe())
     fields = {name: value for name, value in recipe.items() if value is not None and name not in NOT_REPEATED}
     if result.guidance_interval == FULL_INTERVAL:

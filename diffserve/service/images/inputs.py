@@ -22,6 +22,7 @@ from diffserve.media.infotext_recipe import parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.models.loras import Lora
+from diffserve.models.references import Reference
 from diffserve.service.http.bodies import check_shape, parse, show
 from diffserve.service.images.schemas import MAX_NAME_CHARS, AnyImage, EditBody, GenerateBody, StartBody, VariationBody
 from diffserve.service.texts.rewrites import options_of
@@ -47,6 +48,7 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
     "guidance_scale",
     "loras",
     "controlnets",
+    "references",
     "micro_conditioning",
     "switch_at",
     "variation_seed",
@@ -54,12 +56,15 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
 """Fields of a body that are copied unchanged."""
 
 
-def diffusion_of(body: GenerateBody, images: tuple[Picture, ...]) -> DiffusionParams:
+def diffusion_of(
+    body: GenerateBody, images: tuple[Picture, ...], reference_images: tuple[Picture, ...] = ()
+) -> DiffusionParams:
     """Return the diffusion parameters of ``body``.
 
     Args:
         body: The body of the request.
         images: Control images, one for each ControlNet of the body.
+        reference_images: Images of the body's references.
 
     Raises:
         InvalidRequest: A value is unknown, or fields contradict each other.
@@ -104,6 +109,16 @@ def diffusion_of(body: GenerateBody, images: tuple[Picture, ...]) -> DiffusionPa
                 choice.resolution,
             )
             for choice, image in zip(body.controlnets or (), images, strict=True)
+        ),
+        references=tuple(
+            Reference(
+                choice.name,
+                choice.scale,
+                choice.start,
+                choice.end,
+                digest_of(image.width_px, image.height_px, image.data),
+            )
+            for choice, image in zip(body.references or (), reference_images, strict=True)
         ),
         switch_at=_switch_at(body),
         variation_seed=None if body.variation_seed == -1 else body.variation_seed,

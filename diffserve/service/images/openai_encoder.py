@@ -213,6 +213,7 @@ def recipe(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
         **fields,
         "loras": msgspec.to_builtins(result.loras),
         "controlnets": msgspec.to_builtins(result.controlnets),
+        "references": msgspec.to_builtins(result.references),
         "micro_conditioning": msgspec.to_builtins(result.micro_conditioning),
         "refiner": result.refiner or None,
     }

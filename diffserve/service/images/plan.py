@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import A1111, in_a1111
-from diffserve.api.sizes import SizePlan, fit_controls, plan_size
+from diffserve.api.sizes import SizePlan, fit_controls, fit_references, plan_size
 from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
@@ -30,7 +31,7 @@ from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
 from diffserve.service.images.image_store import ImageUrls
 from diffserve.service.images.inputs import Start, diffusion_of, image_bytes, refuse_infotext, rewriting_of
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import ControlNetChoice, GenerateBody, ReferenceChoice
 from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
 from diffserve.service.texts.schemas import RewriterMode
@@ -175,8 +176,9 @@ def plan_images(
     if body.partial_images and not body.stream:
         sentences.append("partial_images has no effect without stream.")
     sentences += body.warnings
-    control_images = _control_images(body, reader)
-    diffusion = diffusion_of(body, control_images)
+    control_images = _decoded(body.controlnets, "controlnets", reader)
+    reference_images = _decoded(body.references, "references", reader)
+    diffusion = diffusion_of(body, control_images, reference_images)
     generated_size = size.paint_width_px, size.paint_height_px
     init, mask = None, None
     if start is not None:
@@ -207,6 +209,7 @@ def plan_images(
         control_images=fit_controls(
             diffusion.controlnets, control_images, (size.width_px, size.height_px), generated_size
         ),
+        reference_images=fit_references(reference_images),
         num_images=body.n or 1,
         best_of=body.best_of,
         diffusion=diffusion,
@@ -299,11 +302,11 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
     return body.width, body.height
 
 
-def _control_images(body: GenerateBody, reader: ImageReader) -> tuple[Picture, ...]:
-    """Decode the control images of the ControlNets, at their own sizes."""
-    named_images = [
-        (choice.image, f"controlnets[{index}].image") for index, choice in enumerate(body.controlnets or ())
-    ]
+def _decoded(
+    choices: Sequence[ControlNetChoice | ReferenceChoice] | None, field: str, reader: ImageReader
+) -> tuple[Picture, ...]:
+    """Decode the images of the ControlNets or references in ``field`` of a body, at their own sizes."""
+    named_images = [(choice.image, f"{field}[{index}].image") for index, choice in enumerate(choices or ())]
     return tuple(reader.decode_image(image_bytes(image, name), name=name) for image, name in named_images)
 
 

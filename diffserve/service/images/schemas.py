@@ -24,6 +24,8 @@ from diffserve.models.controlnets import (
 from diffserve.models.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
 from diffserve.models.loras import MAX_LORAS, MAX_SCALE
 from diffserve.models.model_files import MAX_NAME_CHARS as MAX_ADAPTER_CHARS
+from diffserve.models.references import MAX_REFERENCES
+from diffserve.models.references import MAX_SCALE as MAX_REFERENCE_SCALE
 from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 
@@ -113,6 +115,20 @@ class ControlNetChoice(BaseModel):
     ] = 0
 
 
+class ReferenceChoice(BaseModel):
+    """Reference image, read by an IP-Adapter that /v1/models lists."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    name: Annotated[
+        str, Field(max_length=MAX_ADAPTER_CHARS, description="IP-Adapter; empty: the only one for the model.")
+    ] = ""
+    image: Annotated[str, Field(min_length=1, description="A PNG, JPEG or WebP in base64, or a data URL of it.")]
+    scale: Annotated[float, Field(ge=0.0, le=MAX_REFERENCE_SCALE)] = 1.0
+    start: Annotated[Fraction, Field(description="Fraction of the steps at which the reference starts.")] = 0.0
+    end: Annotated[Fraction, Field(description="Fraction of the steps at which the reference stops.")] = 1.0
+
+
 class SizesChoice(BaseModel):
     """Size conditioning of SDXL in pixels: sizes as [width, height], crops as [left, top]."""
 
@@ -197,6 +213,7 @@ class GenerateBody(SharedBody):
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None
+    references: Annotated[list[ReferenceChoice], Field(max_length=MAX_REFERENCES)] | None = None
     refiner: (
         Annotated[
             bool, Field(description=f"Use the refiner for the last steps, after switch_at (default: {SWITCH_AT}).")

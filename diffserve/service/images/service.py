@@ -218,7 +218,7 @@ class ImageService:
                 warnings=warnings,
             )
 
-        reads_files = body.controlnets or body.template not in (None, "off")
+        reads_files = body.controlnets or body.references or body.template not in (None, "off")
         if reads_files or start_reader is not None or isinstance(body, StartBody):
             plan = await while_connected(request, self._decoders.run(client, resolve))
         else:
