@@ -16,7 +16,15 @@ import msgspec
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import Accepted, Event, GenerationRequest, ImageFinished, ModelInfo, Picture
+from diffserve.api.types import (
+    Accepted,
+    DiffusionParams,
+    Event,
+    GenerationRequest,
+    ImageFinished,
+    ModelInfo,
+    Picture,
+)
 from diffserve.media.images import resize, stretch
 from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
 
@@ -34,6 +42,7 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         is_trained: Whether the generated size is one that the model was trained at.
         is_padded: Whether the edges are extended if the aspect ratios differ; otherwise the image is cropped.
+        first: With hires fix, the plan of the first pass; the other fields are then those of the enlarged image.
     """
 
     paint_width_px: int
@@ -42,6 +51,24 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     height_px: int
     is_trained: bool = False
     is_padded: bool = False
+    first: SizePlan | None = None
+
+    @property
+    def start_px(self) -> tuple[int, int]:
+        """Width and height at which generation starts: with hires fix those of its first pass."""
+        plan = self.first or self
+        return plan.paint_width_px, plan.paint_height_px
+
+    @property
+    def hires_px(self) -> tuple[int, int] | None:
+        """Width and height of the second pass of hires fix; ``None`` without."""
+        return None if self.first is None else (self.paint_width_px, self.paint_height_px)
+
+    @property
+    def recorded_px(self) -> tuple[int, int]:
+        """Width and height that infotext records as the size: with hires fix those asked for the first pass."""
+        plan = self.first or self
+        return plan.width_px, plan.height_px
 
     @property
     def warning(self) -> str | None:
@@ -136,6 +163,77 @@ def plan_size(
         height_px=height,
         is_trained=(paint_width, paint_height) in info.good_sizes,
         is_padded=pads and not has_same_aspect,
+    )
+
+
+def enlarged_px(params: DiffusionParams, width_px: int, height_px: int) -> tuple[int, int] | None:
+    """Return the size that hires fix enlarges an image of this size to, before rounding to the model's grid.
+
+    ``None`` without hires fix.
+
+    Raises:
+        InvalidRequest: ``hires_size`` is not a size.
+    """
+    if params.hires_size is not None:
+        match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[xX×]\s*([1-9][0-9]{0,5})\s*", params.hires_size)
+        message = f"hires_size is {params.hires_size[:40]!r}; write it as WIDTHxHEIGHT, for example 1024x1024."
+        if match is None:
+            raise InvalidRequest(message, param="hires_size", code="invalid_size")
+        return int(match[1]), int(match[2])
+    if params.hires_scale is None:
+        return None
+    return max(1, round(width_px * params.hires_scale)), max(1, round(height_px * params.hires_scale))
+
+
+def on_grid_px(info: ModelInfo, size: tuple[float, float]) -> tuple[int, int]:
+    """Return ``size`` (width, height) rounded up to the grid of the model."""
+    step = info.size_multiple_px
+    width, height = (max(step, math.ceil(side / step - 1e-9) * step) for side in size)
+    return width, height
+
+
+def plan_hires(
+    info: ModelInfo,
+    plan: SizePlan,
+    params: DiffusionParams,
+    *,
+    min_side_px: int = MIN_SIDE_PX,
+    max_side_px: int = MAX_SIDE_PX,
+) -> SizePlan:
+    """Return the plan of an image with hires fix, of which ``plan`` is the first pass; without, ``plan``.
+
+    The second pass runs at the requested size, rounded up to the model's grid, and with the aspect ratio of the first
+    pass if its edges are padded.
+
+    Args:
+        info: The model.
+        plan: The plan of the first pass.
+        params: The request's parameters.
+        min_side_px: Smallest side.
+        max_side_px: Largest side of the enlarged image.
+
+    Raises:
+        InvalidRequest: The enlarged size is out of range.
+    """
+    size = enlarged_px(params, plan.width_px, plan.height_px)
+    if size is None:
+        return plan
+    width, height = size
+    name = "hires_size" if params.hires_scale is None else "hires_scale"
+    message = f"{name} gives {width}x{height}; each side must lie between {min_side_px} and {max_side_px} px."
+    check(size in info.good_sizes or all(min_side_px <= side <= max_side_px for side in size), message, name)
+    inner: tuple[float, float] = size
+    if plan.is_padded:
+        share = min(width / plan.paint_width_px, height / plan.paint_height_px)
+        inner = plan.paint_width_px * share, plan.paint_height_px * share
+    paint_width, paint_height = on_grid_px(info, inner)
+    return SizePlan(
+        paint_width_px=paint_width,
+        paint_height_px=paint_height,
+        width_px=width,
+        height_px=height,
+        is_padded=plan.is_padded,
+        first=plan,
     )
 
 
@@ -252,7 +350,8 @@ class Sized(NamedTuple):
         plan = plan_size(info, size)
         width_px, height_px = plan.paint_width_px, plan.paint_height_px
         images = fit_controls(request.diffusion.controlnets, request.control_images, size, (width_px, height_px))
-        changed = {"width_px": width_px, "height_px": height_px, "control_images": images}
+        plan = plan_hires(info, plan, request.diffusion)
+        changed = {"width_px": width_px, "height_px": height_px, "control_images": images, "hires_px": plan.hires_px}
         return cls(msgspec.structs.replace(request, **changed), plan)
 
     def deliver(self, event: Event) -> Event:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
-from diffserve.api.fields import FULL_INTERVAL, MAX_SEED, NoiseSource, check_fields
+from diffserve.api.fields import FULL_INTERVAL, HIRES_STRENGTH, MAX_SEED, NoiseSource, check_fields
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
@@ -28,6 +28,8 @@ SWITCH_AT: Final = 0.8
 CHECKER: Final = "checker"
 """Name of the built-in scorer, which checks images of the embedded model."""
 MAX_STEPS = 1_000_000
+LANCZOS: Final = "lanczos"
+"""Name of the default upscaler."""
 
 E = TypeVar("E")
 
@@ -125,6 +127,17 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         controlnets: ControlNets from the server's folder, each with one of the request's ``control_images``.
         switch_at: Share of the noise levels, 0 to 1, after which the refiner takes over (``denoising_end`` and
             ``denoising_start`` in diffusers; 0.8 is usual for SDXL); ``None``: no refiner.
+        hires_scale: Hires fix: the finished image is enlarged by this factor, 1 to 8, and denoised again from
+            ``hires_strength`` on, like image-to-image with the same seed; ``None``: off, unless ``hires_size`` is
+            given.
+        hires_size: Size "WIDTHxHEIGHT" of the enlarged image, instead of ``hires_scale``.
+        hires_strength: Strength of the second pass, 0 (only enlarged) to 1 (painted anew).
+        hires_steps: Steps of the second pass; ``None``: those of the first.
+        hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
+        hires_sampler: Sampler of the second pass, ``None``: that of the first.
+        hires_schedule: Sigma schedule of the second pass; ``None``: that of the first.
+        hires_prompt: Prompt of the second pass, without LoRA tags; ``None``: that of the first.
+        hires_negative_prompt: Negative prompt of the second pass; ``None``: that of the first.
     """
 
     sampler: str | None = None
@@ -149,6 +162,15 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[Control, ...] = ()
     switch_at: float | None = None
+    hires_scale: float | None = None
+    hires_size: str | None = None
+    hires_strength: float = HIRES_STRENGTH
+    hires_steps: int | None = None
+    hires_upscaler: str = LANCZOS
+    hires_sampler: str | None = None
+    hires_schedule: str | None = None
+    hires_prompt: str | None = None
+    hires_negative_prompt: str | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -176,6 +198,15 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
         check_loras(self.loras)
         check_controls(self.controlnets)
+        for name in ("hires_prompt", "hires_negative_prompt"):
+            check_chars(getattr(self, name) or "", MAX_PROMPT_CHARS, name)
+        one_size = f"hires_scale is {self.hires_scale} and hires_size {self.hires_size!r}; give one of them."
+        check(self.hires_scale is None or self.hires_size is None, one_size, "hires_size")
+
+    @property
+    def has_hires(self) -> bool:
+        """Whether the image is enlarged and denoised again (hires fix)."""
+        return self.hires_scale is not None or self.hires_size is not None
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,7 +273,8 @@ class GenerationRequest(
     ``control_images`` are added to it.
 
     Attributes:
-        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width.
+        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width. With
+            hires fix it is the width of the first pass.
         height_px: Height, with the same rules.
         num_images: Image i equals a single image with seed + i, or with the same seed and variation_seed + i.
         best_of: Generate this many images and return the ``num_images`` with the highest scores, the best first;
@@ -251,6 +283,8 @@ class GenerationRequest(
         init_image: Start image (image-to-image), already resized to width x height by the caller.
         mask_image: Inpainting mask with one channel, 255: inpaint; needs ``init_image``.
         control_images: One input image for each ControlNet of ``diffusion``, at the size of the image or to be resized.
+        hires_px: Width and height of the second pass of hires fix, if they are planned; ``None``: as ``diffusion`` says,
+            on the model's grid.
         preview_every: Number of steps between Preview events; 0: no previews.
         rewriting: Rewrite the prompt first; ``None``: use it unchanged.
         deadline_s: Seconds after submit at which the request is abandoned.
@@ -273,6 +307,7 @@ class GenerationRequest(
     init_image: Picture | None = None
     mask_image: Picture | None = None
     control_images: tuple[Picture, ...] = ()
+    hires_px: tuple[int, int] | None = None
     preview_every: int = 0
     return_latents: bool = False
     rewriting: RewriteOptions | None = None
@@ -346,7 +381,18 @@ class GenerationRequest(
     @property
     def texts(self) -> dict[str, str]:
         """The inputs of the text encoders, by field name."""
-        return {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
+        texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
+        if self.diffusion.has_hires:
+            further = {name: getattr(self.diffusion, name) for name in ("hires_prompt", "hires_negative_prompt")}
+            texts |= {name: text for name, text in further.items() if text is not None}
+        return texts
+
+    def texts_of(self, *, is_second: bool) -> tuple[str, str]:
+        """Return prompt and negative prompt of the first or of the second pass (hires fix)."""
+        params = self.diffusion
+        prompt = params.hires_prompt if is_second else None
+        negative = params.hires_negative_prompt if is_second else None
+        return self.prompt if prompt is None else prompt, self.negative_prompt if negative is None else negative
 
     @property
     def num_painted(self) -> int:
@@ -395,6 +441,20 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[Control, ...] = ()
     switch_at: float | None = None
+    hires_scale: float | None = None
+    hires_size: str | None = None
+    hires_strength: float = HIRES_STRENGTH
+    hires_steps: int | None = None
+    hires_upscaler: str = LANCZOS
+    hires_sampler: str | None = None
+    hires_schedule: str | None = None
+    hires_prompt: str | None = None
+    hires_negative_prompt: str | None = None
+
+    @property
+    def has_hires(self) -> bool:
+        """Whether the image is enlarged and denoised again (hires fix)."""
+        return self.hires_scale is not None or self.hires_size is not None
 
     def recipe(self) -> dict[str, Any]:
         """Return the fields of the recipe, without those of subclasses, by name."""

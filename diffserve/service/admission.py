@@ -17,7 +17,7 @@ from diffserve.api.embedding_types import Embedded
 from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
 from diffserve.api.pace import Pace
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.api.sizes import row_cost, step_cost
+from diffserve.api.sizes import enlarged_px, row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
 from diffserve.api.types import (
     Cancelled,
@@ -350,18 +350,27 @@ def _key_of(client: str) -> str:
 def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None = None) -> float:
     """Estimate the cost of ``request`` in UNet rows of the native size of ``info``, or of the model ``unit``."""
     params, _ = begin_with_loras(request.diffusion)
-    num_steps = num_steps_of(params, info)
-    evaluations_per_step = 1
-    if not is_learned(params.sampler):
-        evaluations_per_step = SAMPLERS[resolve_sampler(params.sampler or info.default_sampler)[0]].evaluations_per_step
+    evaluations = num_steps_of(params, info) * _evaluations_per_step(params.sampler, info)
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
     full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
     num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
-    cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
-    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=cost)
+    size = request.width_px or native_width_px, request.height_px or native_height_px
+    work = evaluations * row_cost(info, *size)
+    second_px = request.hires_px or enlarged_px(params, *size)
+    if second_px is not None:  # the second pass of hires fix
+        num_steps = params.hires_steps or num_steps_of(params, info)
+        per_step = _evaluations_per_step(params.hires_sampler or params.sampler, info)
+        work += params.hires_strength * num_steps * per_step * row_cost(info, *second_px)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=1.0)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * num_steps * evaluations_per_step * step * row
+    return request.num_painted * work * step * row
+
+
+def _evaluations_per_step(sampler: str | None, info: ModelInfo) -> int:
+    if is_learned(sampler):
+        return 1
+    return SAMPLERS[resolve_sampler(sampler or info.default_sampler)[0]].evaluations_per_step
 
 
 def _size_of_row(info: ModelInfo) -> float:

@@ -148,7 +148,7 @@ def test_interrupted_task_answers_with_the_unfinished_image_of_the_pass_it_is_in
     second = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 900, "denoising_strength": 1.0}
     with ThreadPoolExecutor(1) as pool:
         painting = pool.submit(post, server, "txt2img", first | second)
-        while server.client.get("/sdapi/v1/progress").json()["progress"] <= 0.5:
+        while server.client.get("/sdapi/v1/progress").json()["progress"] <= 0.01:
             assert not painting.done(), painting.result().text
         post(server, how, {})
         answer = painting.result(timeout=60)
@@ -223,7 +223,7 @@ SMALL = in_base64(picture(64, 64))
         ("txt2img", {"prompt": "a fox", "width": 9, "height": 9}, "size is 9x9; each side must lie between"),
         ("txt2img", {"prompt": "a fox", "infotext": "Steps: x, Sampler: y, Seed: z"}, "a value in the infotext cannot"),
         ("txt2img", {"prompt": "a fox", "override_settings": {"sd_model_checkpoint": "x"}}, 'there is no model "x"'),
-        ("txt2img", {"prompt": "a fox", "enable_hr": True}, "enable_hr needs width and height"),
+        ("txt2img", {"prompt": "a fox", "enable_hr": True, "hr_resize_x": 96}, "hr_resize_x and hr_resize_y are given"),
         (
             "txt2img",
             {"prompt": "a", "alwayson_scripts": {"ControlNet": {"args": [{"model": "e"}]}}},

@@ -270,12 +270,13 @@ def test_an_invalid_recipe_value_is_reported() -> None:
 
 def test_values_that_cannot_be_reproduced_are_reported() -> None:
     text = "a fox\nSteps: 2, Seed: 1, Size: 64x64, Hires upscale: 2, VAE: other, Denoising strength: 0.5"
-    assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text)).warnings] == [
+    assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text), has_start=True).warnings] == [
         "The image was enlarged in a second pass (hires fix)",
         "The parameters have VAE",
     ]
-    [warning] = request_of(parse_infotext(text), has_second_pass=True).warnings
+    fields, [warning] = request_of(parse_infotext(text))
     assert "VAE" in warning
+    assert (fields["hires_scale"], fields["hires_strength"]) == (2.0, 0.5)
 
 
 @pytest.mark.slow

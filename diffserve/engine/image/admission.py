@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import FULL_INTERVAL, NoiseSource
+from diffserve.api.fields import FULL_INTERVAL, HIRES, REQUEST_FIELDS, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
-from diffserve.api.sizes import row_cost
+from diffserve.api.sizes import enlarged_px, on_grid_px, row_cost
 from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
+from diffserve.media.upscaling import check_upscaler
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
-from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
+from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora, read_tags
 from diffserve.models.profiles import begin_with_loras
 from diffserve.models.vocabulary import warn_of_unknown
 from schedulers import (
@@ -61,6 +62,20 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
 }
 """The request field and the code for each way a table cannot be compiled."""
 
+HIRES_FIELDS = tuple(name for name in REQUEST_FIELDS if name.startswith(HIRES))
+HIRES_PARAMS = {
+    "sampler": "hires_sampler",
+    "sigma_schedule": "hires_schedule",
+    "num_inference_steps": "hires_steps",
+    "strength": "hires_strength",
+}
+"""The fields of the second pass in place of those of the first."""
+
+SECOND_PASS_ELSEWHERE = (
+    "hires_scale and hires_size are not supported where another process decodes the images (engine.stage): leave them "
+    "out."
+)
+
 
 class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
@@ -68,6 +83,7 @@ class ImageAdmission:
     Args:
         defaults: The profile's sigma schedule and eta, which belong to its sampler; another sampler does not use them.
         keeps_latents: Whether images may start from those of similar prompts.
+        may_decode: Whether this process decodes images, which the second pass of hires fix needs.
         noise_source: Noise source of requests without one.
         check_room: Raises InvalidRequest for a width and a height that can never fit into memory. Further arguments are
             whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
@@ -84,6 +100,7 @@ class ImageAdmission:
         defaults: DiffusionParams | None = None,
         *,
         keeps_latents: bool = False,
+        may_decode: bool = True,
         noise_source: NoiseSource = "cpu",
         check_room: Callable[[int, int, bool, bool, bool], None] = lambda *_: None,
         check_loras: Callable[[tuple[Lora, ...]], CheckedLoras] = lambda _: NO_LORAS,
@@ -94,6 +111,7 @@ class ImageAdmission:
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
         self._keeps_latents = keeps_latents
+        self._may_decode = may_decode
         self._noise_source = noise_source
         self._scheduler_config = dict(scheduler_config)
         self._check_room = check_room
@@ -200,7 +218,66 @@ class ImageAdmission:
         if params.similarity_threshold is not None:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
-        return settings, warnings + table.warnings + self._few_steps(table, strength)
+        warnings += table.warnings + self._few_steps(table, strength)
+        if params.has_hires:
+            return self._with_second(request, params, settings, warnings)
+        given = [name for name in HIRES_FIELDS if getattr(params, name) != REQUEST_FIELDS[name].default]
+        if given:
+            warnings += (f"{', '.join(given)} has no effect without hires_scale or hires_size.",)
+        return settings, warnings
+
+    def _with_second(
+        self, request: GenerationRequest, params: DiffusionParams, first: GenerationSettings, warnings: tuple[str, ...]
+    ) -> tuple[GenerationSettings, tuple[str, ...]]:
+        """Return ``first`` with the settings of the second pass of hires fix, and the warnings of both."""
+        info = self.info
+        message = "hires_scale and hires_size are for images from text: leave them out, or leave out the start image."
+        check(request.init_image is None, message, "hires_scale")
+        check(self._may_decode, SECOND_PASS_ELSEWHERE, "hires_scale")
+        upscaler = check_upscaler(params.hires_upscaler)
+        for name in ("hires_prompt", "hires_negative_prompt"):
+            tags = "{} has a LoRA tag; put it into the prompt: both passes use the adapters of the request."
+            check(not read_tags(getattr(params, name) or "")[1], tags.format(name), name)
+        size = request.hires_px or on_grid_px(info, enlarged_px(params, first.width_px, first.height_px) or (0, 0))
+        for name, side_px in zip(("width", "height"), size, strict=True):
+            self._check_side(f"the {name} of the enlarged image", side_px, "hires_scale")
+        self._check_room(*size, True, bool(request.control_images), params.switch_at is not None)
+        sampler = params.hires_sampler or params.sampler
+        changes: dict[str, Any] = {"sampler": sampler, "num_steps": params.hires_steps or params.num_steps}
+        if params.hires_sampler is not None or params.hires_schedule is not None:
+            changes["sigma_schedule"] = params.hires_schedule
+        pass_params = msgspec.structs.replace(params, strength=params.hires_strength, **changes)
+        num_steps = num_steps_of(pass_params, info)
+        too_many_steps = f"hires_steps is {num_steps}; this model allows at most {info.train_timesteps}."
+        check(num_steps <= info.train_timesteps, too_many_steps, "hires_steps")
+        if is_learned(sampler):
+            learned_only = (
+                f"the second pass runs sampler {sampler!r} at hires_strength {params.hires_strength:g}; a learned "
+                "sampler only runs all its steps: give hires_sampler, such as ddim."
+            )
+            check(params.hires_strength == 1.0, learned_only, "hires_sampler")
+        try:
+            rows = self._row_settings(pass_params, num_steps, params.hires_strength, first.guidance_scale)
+        except InvalidRequest as error:
+            param = HIRES_PARAMS.get(error.param or "", error.param)
+            text = f"in the second pass (hires fix), {error.message}"
+            raise InvalidRequest(text, param=param, code=error.code) from None
+        width_px, height_px = size
+        second = msgspec.structs.replace(
+            first,
+            width_px=width_px,
+            height_px=height_px,
+            kind="inpaint" if info.is_inpainting else "image",
+            row_cost=row_cost(info, width_px, height_px),
+            strength=params.hires_strength,
+            num_steps=num_steps,
+            skipped_steps=0,
+            shorter=(),
+            **rows,
+        )
+        shorter = tuple(msgspec.structs.replace(each, second=second) for each in first.shorter)
+        settings = msgspec.structs.replace(first, hires_upscaler=upscaler, second=second, shorter=shorter)
+        return settings, warnings + tuple(text for text in rows["table"].warnings if text not in warnings)
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         prefix = f"similarity_threshold is {threshold:g}; "
@@ -334,14 +411,14 @@ class ImageAdmission:
         self._check_room(width_px, height_px, request.init_image is not None, bool(request.control_images), is_refined)
         return width_px, height_px
 
-    def _check_side(self, name: str, side_px: int) -> None:
+    def _check_side(self, name: str, side_px: int, param: str = "size") -> None:
         multiple, max_side = self.info.size_multiple_px, self.info.max_side_px
         too_long = f"{name} is {side_px} px; this model allows at most {max_side} px per side."
-        check(side_px <= max_side, too_long, "size", "invalid_size")
+        check(side_px <= max_side, too_long, param, "invalid_size")
         below = side_px // multiple * multiple
         tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= max_side)
         off_grid = f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}."
-        check(side_px == below, off_grid, "size", "invalid_size")
+        check(side_px == below, off_grid, param, "invalid_size")
 
     def _kind(self, request: GenerationRequest, width_px: int, height_px: int) -> str:
         init, mask = request.init_image, request.mask_image

@@ -92,6 +92,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             check_room=self.runners.check_room,
             check_loras=self.runners.loras.check,
             check_controlnets=lambda controls: self.runners.controlnets.check(controls),
+            may_decode=self.config.stage == "all",
             check_scores=scores.check if self.config.stage == "all" else refuse_best_of,
         )
         self.scheduler: RequestScheduler = RequestScheduler(

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
+from diffserve.engine.image.task import GenerationSettings, GroupKey, ImageTask, LiveRequest
 from diffserve.settings.config import EngineConfig
 
 AGEING_ROWS_PER_TICK: Final = 0.5
@@ -178,11 +178,11 @@ class Goodput(Latency):
 
     def _pace_s(self, task: ImageTask, moment: TickTime) -> float:
         """Return the seconds that each remaining tick of ``task`` may take to meet the deadline."""
-        return (task.live.due_s - moment.now_s) / max(1, task.settings.num_rows - task.row_index)
+        return (task.live.due_s - moment.now_s) / task.ticks_left
 
     def _solo_pace_s(self, task: ImageTask) -> float:
         """Return the seconds that a tick of ``task`` takes alone."""
-        return task.live.solo_s / task.table.num_rows
+        return task.live.solo_s / sum(each.num_rows for each in task.live.settings.passes)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -198,7 +198,10 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
 
     The prompt is not encoded yet, so ``num_tokens`` of the group is 0: any group of the size.
     """
-    settings, num_images = live.settings, live.request.num_painted
+    return sum(_solo_s(settings, live.request.num_painted, costs) for settings in live.settings.passes)
+
+
+def _solo_s(settings: GenerationSettings, num_images: int, costs: TickCosts) -> float:
     group = GroupKey(settings.height_px, settings.width_px, 0)
     num_rows = settings.table.num_rows
     controlled = map(bool, settings.controlled or ((),) * num_rows)

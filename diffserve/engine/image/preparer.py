@@ -26,6 +26,8 @@ from diffserve.engine.image.state import (
     draw_noise,
 )
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
+from diffserve.media.images import stretch
+from diffserve.media.upscaling import enlarge
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
@@ -171,6 +173,9 @@ class Preparer:
         loading = task.live.control_loading or self.controlnets.begin(controls, task.live.request.control_images)
         for control, (network, pixels) in zip(controls, loading.result(), strict=True):
             self.controlnets.keep(network)
+            if task.is_second:
+                settings = task.settings
+                pixels = stretch(Picture.from_array(pixels), settings.width_px, settings.height_px).array
             hint = network.hint((torch.tensor(pixels).float() / 255.0).movedim(2, 0))  # of (3, H, W)
             yield ActiveControl(network, hint, control.scale)
 
@@ -186,12 +191,12 @@ class Preparer:
     @staticmethod
     def _texts(task: ImageTask) -> tuple[str, str | None]:
         """Prompt and negative prompt, ``None`` for images without guidance."""
-        request = task.live.request
-        return request.prompt, request.negative_prompt if task.settings.guided.any() else None
+        prompt, negative = task.live.request.texts_of(is_second=task.is_second)
+        return prompt, negative if task.settings.guided.any() else None
 
     def _start_state(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """Create the image state and write its start latent to its slot."""
-        request, settings = task.live.request, task.settings
+        settings = task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
         stream = NoiseStream.of(task.seed, settings.noise_source)
@@ -203,8 +208,9 @@ class Preparer:
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":
-            assert request.init_image is not None
-            latents = self._encode(pixels_of(request.init_image), state)
+            init = _init_image(task)
+            assert init is not None
+            latents = self._encode(pixels_of(init), state)
             start = latents + float(task.table.sigma[0]) * self._draw(state)
         else:
             similar = self._similar(task, state)
@@ -239,7 +245,8 @@ class Preparer:
     def _inpaint(self, task: ImageTask, state: ImageState) -> tuple[ImageState, Tensor]:
         request, table = task.live.request, task.table
         size = (task.settings.height_px, task.settings.width_px)
-        pixels = torch.zeros((*size, 3)) if request.init_image is None else pixels_of(request.init_image)  # (H, W, 3)
+        init = _init_image(task)
+        pixels = torch.zeros((*size, 3)) if init is None else pixels_of(init)  # (H, W, 3)
         mask = torch.ones(size) if request.mask_image is None else cells_of(request.mask_image)  # (H, W)
         cells = send(F.interpolate(mask[None, None], size=state.shape[1:])[0], self.model.device)  # (1, h, w)
         is_full = task.settings.strength in (None, 1.0)
@@ -267,6 +274,14 @@ class Preparer:
 
     def _draw(self, state: ImageState) -> Tensor:
         return draw_noise([state], self.model.device)[0]
+
+
+def _init_image(task: ImageTask) -> Picture | None:
+    """Return the image that this pass of ``task`` starts from: of a second pass the enlarged image of the first."""
+    if task.first_pass is None:
+        return task.live.request.init_image
+    settings = task.settings
+    return enlarge(task.first_pass, settings.width_px, settings.height_px, task.live.settings.hires_upscaler)
 
 
 def latent_key_of(task: ImageTask) -> Hashable:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
-from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
+from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
 
@@ -75,6 +75,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
+        second: Settings of the second pass of hires fix, for the first pass of an image that has one.
     """
 
     width_px: int
@@ -92,6 +93,12 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     sampler_digest: str = ""
     controlled: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
+    second: GenerationSettings | None = None
+
+    @property
+    def passes(self) -> tuple[GenerationSettings, ...]:
+        """These settings, and those of the second pass if there is one."""
+        return (self,) if self.second is None else (self, self.second)
 
     @cached_property
     def num_rows(self) -> int:
@@ -120,8 +127,9 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
 
     @cached_property
     def cost_left(self) -> tuple[float, ...]:
-        """Remaining work from table row i on, in UNet rows of the native size; the last entry is 0."""
-        return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=0.0))[::-1]
+        """Remaining work from table row i on, in UNet rows of the native size; at the end that of later passes."""
+        later = 0.0 if self.second is None else self.second.cost_left[0]
+        return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=later))[::-1]
 
     @cached_property
     def rows_left(self) -> tuple[int, ...]:
@@ -214,6 +222,8 @@ class ImageTask:
         leader: The equal image that it waits for, if it follows one.
         followers: Equal images that wait for this one.
         is_interrupted: Whether it ends with its next step, whose denoised estimate is decoded.
+        first_pass: Image of the finished first pass of hires fix; ``None`` before.
+        first_settings: Settings of that pass.
     """
 
     live: LiveRequest
@@ -232,9 +242,26 @@ class ImageTask:
     leader: ImageTask | None = None
     followers: list[ImageTask] = field(default_factory=list)
     is_interrupted: bool = False
+    first_pass: Picture | None = None
+    first_settings: GenerationSettings | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.live.settings
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the image is in the second pass of hires fix."""
+        return self.first_pass is not None
+
+    def begin_second(self, first_pass: Picture) -> None:
+        """Go on to the second pass of hires fix, which starts from the image of the first."""
+        assert self.settings.second is not None
+        if self.state is not None:
+            self.loaded_state.close()
+        self.state = self.group = self.refined_group = None
+        self.first_pass, self.first_settings = first_pass, self.settings
+        self.settings, self.row_index = self.settings.second, 0
+        self.stage = Stage.ENLARGING
 
     @property
     def loaded_state(self) -> ImageState:
@@ -269,6 +296,26 @@ class ImageTask:
         """Completed steps; ``num_steps`` once the last row has run."""
         table = self.table
         return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all passes."""
+        return sum(each.table.num_steps for each in self.initial_settings.passes)
+
+    @property
+    def steps_done(self) -> int:
+        """Completed steps of all passes."""
+        return (self.initial_settings.table.num_steps if self.is_second else 0) + self.step_index
+
+    @property
+    def initial_settings(self) -> GenerationSettings:
+        """Settings of the first pass, or of the only one."""
+        return self.first_settings or self.settings
+
+    @property
+    def ticks_left(self) -> int:
+        """Remaining rows of the step tables of all passes, at least 1."""
+        return max(1, sum(each.num_rows for each in self.settings.passes) - self.row_index)
 
     @property
     def draws_now(self) -> bool:
@@ -316,7 +363,7 @@ class ImageTask:
     @property
     def total_cost(self) -> float:
         """Work of the entire image, in UNet rows of the native size."""
-        return self.settings.cost_left[0]
+        return self.initial_settings.cost_left[0]
 
     @property
     def is_last_row(self) -> bool:
@@ -343,7 +390,8 @@ class TickPlan:
     """The work of one tick.
 
     Attributes:
-        prepare: Newcomers with a new slot: encode their prompt and init image, and draw the start latent.
+        prepare: Newcomers with a new slot, and images that begin their second pass: encode their prompt and init image,
+            and draw the start latent.
         group: The group of ``rows``.
         rows: Images that advance by one table row; the two UNet rows of a guided image are never split.
         num_rows: UNet rows of ``rows``, before padding.

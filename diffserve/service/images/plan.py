@@ -14,7 +14,7 @@ import msgspec
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import A1111, in_a1111
-from diffserve.api.sizes import SizePlan, fit_controls, plan_size
+from diffserve.api.sizes import SizePlan, fit_controls, plan_hires, plan_size
 from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
@@ -176,7 +176,9 @@ def plan_images(
     sentences += body.warnings
     control_images = _control_images(body, reader)
     diffusion = diffusion_of(body, control_images)
-    generated_size = size.paint_width_px, size.paint_height_px
+    if start is None:
+        size = plan_hires(info, size, diffusion, min_side_px=low, max_side_px=high)
+    generated_size = size.start_px
     init, mask = None, None
     if start is not None:
         diffusion = _with_start(diffusion, start, has_prompt=bool(body.prompt.strip()))
@@ -187,11 +189,10 @@ def plan_images(
         request_id=request_id,
         prompt=body.prompt if rewriting else in_a1111(body.prompt, syntax),
         negative_prompt=in_a1111(body.negative_prompt or "", syntax),
-        width_px=size.paint_width_px,
-        height_px=size.paint_height_px,
-        control_images=fit_controls(
-            diffusion.controlnets, control_images, (size.width_px, size.height_px), generated_size
-        ),
+        width_px=generated_size[0],
+        height_px=generated_size[1],
+        hires_px=size.hires_px,
+        control_images=fit_controls(diffusion.controlnets, control_images, size.recorded_px, generated_size),
         num_images=body.n or 1,
         best_of=body.best_of,
         seed=None if body.seed in (None, -1) else body.seed,
