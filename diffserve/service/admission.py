@@ -362,7 +362,7 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
         num_steps = params.hires_steps or num_steps_of(params, info)
         per_step = _evaluations_per_step(params.hires_sampler or params.sampler, info)
         work += params.hires_strength * num_steps * per_step * row_cost(info, *second_px)
-    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=1.0)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=1 + (scale > 1.0), row_cost=1.0)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
     return request.num_painted * work * step * row
 
