@@ -25,6 +25,7 @@ MAX_SIGMA: Final = 1e6
 FULL_INTERVAL: Final = (0.0, 1.0)
 """Guidance applies to all steps."""
 
+MAX_TILE_PX: Final = 2048
 MAX_HIRES_SCALE: Final = 8.0
 MAX_HIRES_STEPS: Final = 1000
 """Upper limit for any model; each model is limited by its training length."""
@@ -423,6 +424,39 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--hires-negative-prompt",
         metavar="TEXT",
         a1111="hr_negative_prompt",
+    ),
+    "tile_size": RequestField(
+        type=int,
+        help="Tiled diffusion: side of the tiles on which the UNet runs; 0: off.",
+        absent="off; for a second pass beyond the model's largest side, its native size",
+        unit="pixels",
+        minimum=0,
+        maximum=MAX_TILE_PX,
+        hint="; 0 is off",
+        label="Tile size",
+        option="--tile-size",
+        metavar="PX",
+    ),
+    "tile_overlap": RequestField(
+        type=int,
+        help="Least overlap of neighboring tiles.",
+        absent="a quarter of tile_size",
+        unit="pixels",
+        minimum=0,
+        maximum=MAX_TILE_PX,
+        hint=", or be left out",
+        label="Tile overlap",
+        option="--tile-overlap",
+        metavar="PX",
+    ),
+    "outpaint": RequestField(
+        type=str,
+        help="Outpainting: add LEFT,TOP,RIGHT,BOTTOM pixels to the start image and generate them.",
+        absent="nothing is added",
+        unit="pixels",
+        label="Outpaint",
+        option="--outpaint",
+        metavar="L,T,R,B",
     ),
     "best_of": RequestField(
         type=int,

@@ -130,6 +130,7 @@ def plan_size(
     min_side_px: int = MIN_SIDE_PX,
     max_side_px: int = MAX_SIDE_PX,
     may_pad: bool = True,
+    is_tiled: bool = False,
 ) -> SizePlan:
     """Choose the size at which the model generates an image of ``size``.
 
@@ -139,6 +140,7 @@ def plan_size(
         min_side_px: Smallest side; the good sizes of the model are always allowed.
         max_side_px: Largest side; the good sizes of the model are always allowed.
         may_pad: Whether the edges may be extended; False if the image must fill the delivered size, as in inpainting.
+        is_tiled: Whether the UNet runs on tiles, so that any size on the model's grid is generated as it is.
 
     Raises:
         InvalidRequest: A side is out of range.
@@ -151,7 +153,9 @@ def plan_size(
         "invalid_size",
     )
     pads = may_pad and info.other_aspects == "pad"
-    if (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
+    if is_tiled:
+        paint_width, paint_height = on_grid_px(info, (width, height))
+    elif (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
         paint_width, paint_height = width, height
     else:
         paint_width, paint_height = (_nearest_good if pads else _nearest)(info, width, height)
@@ -162,7 +166,7 @@ def plan_size(
         width_px=width,
         height_px=height,
         is_trained=(paint_width, paint_height) in info.good_sizes,
-        is_padded=pads and not has_same_aspect,
+        is_padded=pads and not has_same_aspect and not is_tiled,
     )
 
 
@@ -343,11 +347,12 @@ class Sized(NamedTuple):
         requested, init = (request.width_px, request.height_px), request.init_image
         native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
         size = (requested[0] or native[0], requested[1] or native[1])
-        on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
+        longest = max(size) if request.diffusion.tile_size else info.max_side_px
+        on_grid = all(side % info.size_multiple_px == 0 and side <= longest for side in size)
         if requested == (None, None) or on_grid or init is not None:
             images = fit_controls(request.diffusion.controlnets, request.control_images, size, size)
             return cls(msgspec.structs.replace(request, control_images=images) if images else request, None)
-        plan = plan_size(info, size)
+        plan = plan_size(info, size, is_tiled=bool(request.diffusion.tile_size))
         width_px, height_px = plan.paint_width_px, plan.paint_height_px
         images = fit_controls(request.diffusion.controlnets, request.control_images, size, (width_px, height_px))
         plan = plan_hires(info, plan, request.diffusion)

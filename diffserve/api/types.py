@@ -138,6 +138,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hires_schedule: Sigma schedule of the second pass; ``None``: that of the first.
         hires_prompt: Prompt of the second pass, without LoRA tags; ``None``: that of the first.
         hires_negative_prompt: Negative prompt of the second pass; ``None``: that of the first.
+        tile_size: Tiled diffusion: the UNet runs on overlapping tiles of at most this side in pixels, and images may
+            exceed the model's largest side; 0: off; ``None``: off, but tiles of the native size for a second pass that
+            exceeds it. See ``diffserve.api.tiles``.
+        tile_overlap: Least overlap of neighboring tiles in pixels; ``None``: a quarter of ``tile_size``.
+        outpaint: The margins "LEFT,TOP,RIGHT,BOTTOM" in pixels by which the caller has extended the init image, see
+            ``StartPicture.extended``; only recorded.
     """
 
     sampler: str | None = None
@@ -171,6 +177,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hires_schedule: str | None = None
     hires_prompt: str | None = None
     hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -283,8 +292,8 @@ class GenerationRequest(
         init_image: Start image (image-to-image), already resized to width x height by the caller.
         mask_image: Inpainting mask with one channel, 255: inpaint; needs ``init_image``.
         control_images: One input image for each ControlNet of ``diffusion``, at the size of the image or to be resized.
-        hires_px: Width and height of the second pass of hires fix, if they are planned; ``None``: as ``diffusion`` says,
-            on the model's grid.
+        hires_px: Width and height of the second pass of hires fix, if they are planned; ``None``: as ``diffusion``
+            says, on the model's grid.
         preview_every: Number of steps between Preview events; 0: no previews.
         rewriting: Rewrite the prompt first; ``None``: use it unchanged.
         deadline_s: Seconds after submit at which the request is abandoned.
@@ -450,6 +459,9 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     hires_schedule: str | None = None
     hires_prompt: str | None = None
     hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
 
     @property
     def has_hires(self) -> bool:

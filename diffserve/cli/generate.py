@@ -27,7 +27,7 @@ from diffserve.cli.start import import_libraries
 from diffserve.media.images import decode_image, decode_mask, image_format_of
 from diffserve.media.infotext import seeds_text, write_infotext
 from diffserve.media.provenance import Marks
-from diffserve.media.start_picture import StartPicture
+from diffserve.media.start_picture import StartPicture, read_margins
 from diffserve.media.watermark import Kind
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.service.safety import Safety
@@ -170,10 +170,10 @@ def check_quality(order: GenerateArguments) -> None:
 
 
 def _plan(order: GenerateArguments, engine: Engine, start: StartPicture | None) -> SizePlan:
-    size = parse_size(order.size)
+    size, is_tiled = parse_size(order.size), bool(order.further.get("tile_size"))
     if start is not None:
-        return start.plan(engine.info, size)
-    return plan_hires(engine.info, plan_size(engine.info, size), _hires_params(order))
+        return start.plan(engine.info, size, is_tiled=is_tiled)
+    return plan_hires(engine.info, plan_size(engine.info, size, is_tiled=is_tiled), _hires_params(order))
 
 
 def _hires_params(order: GenerateArguments) -> types.DiffusionParams:
@@ -199,7 +199,8 @@ def read_pictures(order: GenerateArguments) -> StartPicture | None:
             raise InvalidRequest(message, param="--mask")
         return None
     picture = decode_image(read_bytes(order.init, "--init"), name=f"--init {str(order.init)!r}")
-    return StartPicture(picture=picture, mask=mask, names=("--init", "--mask"))
+    start, margins = StartPicture(picture=picture, mask=mask, names=("--init", "--mask")), order.further.get("outpaint")
+    return start if margins is None else start.extended(read_margins(margins))
 
 
 def _read_controls(order: GenerateArguments) -> Controls:

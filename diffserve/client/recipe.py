@@ -116,6 +116,10 @@ class ImageFields(TypedDict, total=False):
         hires_schedule: Sigma schedule of the second pass; by default that of the first.
         hires_prompt: Prompt of the second pass; by default that of the first.
         hires_negative_prompt: Negative prompt of the second pass; by default that of the first.
+        tile_size: Run the UNet on overlapping tiles of this side in pixels, for images beyond the model's largest side;
+            0 turns it off.
+        tile_overlap: Least overlap of the tiles in pixels; by default a quarter of ``tile_size``.
+        outpaint: LEFT,TOP,RIGHT,BOTTOM: pixels to add around the start image and to generate.
         best_of: Generate this many images and return the ``n`` with the highest scores, the best first.
         output_format: File format.
         output_compression: Quality of lossy formats, from 0 to 100.
@@ -164,6 +168,9 @@ class ImageFields(TypedDict, total=False):
     hires_schedule: str
     hires_prompt: str
     hires_negative_prompt: str
+    tile_size: int
+    tile_overlap: int
+    outpaint: str
     best_of: int
     output_format: Literal["png", "jpeg", "webp"]
     output_compression: int
@@ -294,6 +301,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     hires_schedule: str | None = None
     hires_prompt: str | None = None
     hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
     size: str
     output_format: str
     quality: str

@@ -246,6 +246,8 @@ def _field_text(result: ImageResult, name: str) -> str | None:
         default = (SAMPLERS[result.sampler].default_eta or 0.0) if result.sampler in SAMPLERS else 0.0
     if value is None or value == default:
         return None
+    if isinstance(value, str):
+        return value
     return _number_text(*(value if isinstance(value, tuple) else (value,)))
 
 

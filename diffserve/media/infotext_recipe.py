@@ -146,6 +146,8 @@ def request_of(
         text = read.fields[key]
         if name.startswith(HIRES) and (has_start or not is_enlarged(read)):
             continue
+        if name == "outpaint" and not has_start:  # reported with the start image
+            continue
         if name == "strength" and not has_start:
             if is_enlarged(read):
                 name = "hires_strength"

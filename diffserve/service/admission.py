@@ -19,8 +19,10 @@ from diffserve.api.pace import Pace
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
 from diffserve.api.sizes import enlarged_px, row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
+from diffserve.api.tiles import tiles_of
 from diffserve.api.types import (
     Cancelled,
+    DiffusionParams,
     Failed,
     Finished,
     GenerationRequest,
@@ -356,15 +358,21 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
     size = request.width_px or native_width_px, request.height_px or native_height_px
-    work = evaluations * row_cost(info, *size)
+    work = evaluations * _step_cost(params, info, size)
     second_px = request.hires_px or enlarged_px(params, *size)
     if second_px is not None:  # the second pass of hires fix
         num_steps = params.hires_steps or num_steps_of(params, info)
         per_step = _evaluations_per_step(params.hires_sampler or params.sampler, info)
-        work += params.hires_strength * num_steps * per_step * row_cost(info, *second_px)
+        work += params.hires_strength * num_steps * per_step * _step_cost(params, info, second_px, is_second=True)
     step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=1 + (scale > 1.0), row_cost=1.0)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
     return request.num_painted * work * step * row
+
+
+def _step_cost(params: DiffusionParams, info: ModelInfo, size: tuple[int, int], *, is_second: bool = False) -> float:
+    """Return the work of one conditional evaluation of an image of this size, with all of its tiles."""
+    tiles = tiles_of(params, info, *size, is_second=is_second)
+    return row_cost(info, *size) if tiles is None else tiles.num_tiles * row_cost(info, *tiles.tile_px)
 
 
 def _evaluations_per_step(sampler: str | None, info: ModelInfo) -> int:

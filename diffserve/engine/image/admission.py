@@ -22,6 +22,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, HIRES, REQUEST_FIELDS, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import enlarged_px, on_grid_px, row_cost
+from diffserve.api.tiles import TileLayout, tiles_of
 from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
@@ -76,6 +77,11 @@ SECOND_PASS_ELSEWHERE = (
     "out."
 )
 
+MAX_TILED_SIDE_PX = 4096
+"""Largest side of an image whose UNet rows are tiles."""
+
+Tiles = TileLayout | None
+
 
 class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
@@ -86,7 +92,8 @@ class ImageAdmission:
         may_decode: Whether this process decodes images, which the second pass of hires fix needs.
         noise_source: Noise source of requests without one.
         check_room: Raises InvalidRequest for a width and a height that can never fit into memory. Further arguments are
-            whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
+            whether an init image is encoded, whether ControlNets are active, whether the refiner is, and the width and
+            height of the tiles, if there are any.
         check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
         check_controlnets: Returns a digest of ControlNets.
         check_scores: See ``ImageScores.check``.
@@ -102,7 +109,7 @@ class ImageAdmission:
         keeps_latents: bool = False,
         may_decode: bool = True,
         noise_source: NoiseSource = "cpu",
-        check_room: Callable[[int, int, bool, bool, bool], None] = lambda *_: None,
+        check_room: Callable[[int, int, bool, bool, bool, tuple[int, int] | None], None] = lambda *_: None,
         check_loras: Callable[[tuple[Lora, ...]], CheckedLoras] = lambda _: NO_LORAS,
         check_controlnets: Callable[[tuple[Control, ...]], bytes] = lambda _: b"",
         check_scores: Callable[[GenerationRequest, int, int], tuple[str, ...]] = lambda *_: (),
@@ -203,6 +210,11 @@ class ImageAdmission:
         recipe |= {"num_steps": num_steps, "guidance_scale": scale, "variation_seed": _variation_seed(request)}
         recipe["noise_source"] = params.noise_source or self._noise_source
         recipe["strength"] = None if request.init_image is None else strength
+        no_image = f"outpaint is {params.outpaint!r} without a start image to extend; give one, or leave it out."
+        check(params.outpaint is None or request.mask_image is not None, no_image, "outpaint")
+        tiles = tiles_of(params, info, width_px, height_px)
+        if tiles is None and params.tile_overlap is not None and not params.tile_size and not params.has_hires:
+            warnings += ("tile_overlap has no effect without tile_size.",)
         settings = GenerationSettings(
             width_px=width_px,
             height_px=height_px,
@@ -211,7 +223,8 @@ class ImageAdmission:
             lora_digest=loras.digest,
             sampler_digest=sampler_digest,
             shallow_share=info.shallow_share or 1.0,
-            row_cost=row_cost(info, width_px, height_px),
+            tiles=tiles,
+            row_cost=row_cost(info, *(_call_px(tiles) or (width_px, height_px))),
             **recipe,
             **rows,
         )
@@ -240,8 +253,11 @@ class ImageAdmission:
             check(not read_tags(getattr(params, name) or "")[1], tags.format(name), name)
         size = request.hires_px or on_grid_px(info, enlarged_px(params, first.width_px, first.height_px) or (0, 0))
         for name, side_px in zip(("width", "height"), size, strict=True):
-            self._check_side(f"the {name} of the enlarged image", side_px, "hires_scale")
-        self._check_room(*size, True, bool(request.control_images), params.switch_at is not None)
+            is_tiled = params.tile_size != 0
+            self._check_side(f"the {name} of the enlarged image", side_px, "hires_scale", is_tiled=is_tiled)
+        tiles = tiles_of(params, info, *size, is_second=True)
+        inputs = True, bool(request.control_images), params.switch_at is not None
+        self._check_room(*size, *inputs, _call_px(tiles))
         sampler = params.hires_sampler or params.sampler
         changes: dict[str, Any] = {"sampler": sampler, "num_steps": params.hires_steps or params.num_steps}
         if params.hires_sampler is not None or params.hires_schedule is not None:
@@ -268,7 +284,8 @@ class ImageAdmission:
             width_px=width_px,
             height_px=height_px,
             kind="inpaint" if info.is_inpainting else "image",
-            row_cost=row_cost(info, width_px, height_px),
+            tiles=tiles,
+            row_cost=row_cost(info, *(_call_px(tiles) or size)),
             strength=params.hires_strength,
             num_steps=num_steps,
             skipped_steps=0,
@@ -405,15 +422,19 @@ class ImageAdmission:
             native = (request.init_image.width_px, request.init_image.height_px)
         width_px = native[0] if request.width_px is None else request.width_px
         height_px = native[1] if request.height_px is None else request.height_px
+        params = request.diffusion
         for name, side_px in (("width", width_px), ("height", height_px)):
-            self._check_side(name, side_px)
-        is_refined = request.diffusion.switch_at is not None
-        self._check_room(width_px, height_px, request.init_image is not None, bool(request.control_images), is_refined)
+            self._check_side(name, side_px, is_tiled=bool(params.tile_size))
+        inputs = request.init_image is not None, bool(request.control_images), params.switch_at is not None
+        self._check_room(width_px, height_px, *inputs, _call_px(tiles_of(params, self.info, width_px, height_px)))
         return width_px, height_px
 
-    def _check_side(self, name: str, side_px: int, param: str = "size") -> None:
+    def _check_side(self, name: str, side_px: int, param: str = "size", *, is_tiled: bool = False) -> None:
         multiple, max_side = self.info.size_multiple_px, self.info.max_side_px
         too_long = f"{name} is {side_px} px; this model allows at most {max_side} px per side."
+        if is_tiled:
+            max_side = max(max_side, MAX_TILED_SIDE_PX)
+            too_long = f"{name} is {side_px} px; tiled images have at most {max_side} px per side."
         check(side_px <= max_side, too_long, param, "invalid_size")
         below = side_px // multiple * multiple
         tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= max_side)
@@ -431,6 +452,11 @@ class ImageAdmission:
         if mask is not None or self.info.is_inpainting:
             return "inpaint"
         return "text" if init is None else "image"
+
+
+def _call_px(tiles: Tiles) -> tuple[int, int] | None:
+    """Return width and height of ``tiles`` in pixels, ``None`` without tiles."""
+    return None if tiles is None else tiles.tile_px
 
 
 def guided_rows(

@@ -89,10 +89,16 @@ class TickLoad:
         self._rows = Counter[GroupKey]()
 
     def has_room(self, task: ImageTask) -> bool:
-        """Return whether the rows of ``task`` fit into the calls of its group; alone an image always does."""
+        """Return whether the rows of ``task`` fit into the calls of its group; alone an image always does.
+
+        An image with more rows than a call takes several, the last of which others may fill.
+        """
         group = task.group_now
         rows = self._rows[group]
-        return not rows or rows + task.rows_now <= self._cap(group)
+        if not rows:
+            return True
+        cap = self._cap(group)
+        return task.rows_now <= (cap - rows if rows <= cap else -rows % cap)
 
     def takes(self, task: ImageTask) -> bool:
         """Add the rows of ``task`` if they fit, and return whether they do."""
@@ -201,7 +207,8 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
 
 
 def _solo_s(settings: GenerationSettings, num_images: int, costs: TickCosts) -> float:
-    group = GroupKey(settings.height_px, settings.width_px, 0)
+    width_px, height_px = settings.call_px
+    group = GroupKey(height_px, width_px, 0)
     num_rows = settings.table.num_rows
     controlled = map(bool, settings.controlled or ((),) * num_rows)
     refined = np.arange(num_rows) >= (num_rows if settings.switch_row is None else settings.switch_row)

@@ -138,9 +138,9 @@ class Preparer:
 
     @staticmethod
     def _group(task: ImageTask, conditioner: Conditioner, conditioning: AnyConditioning) -> GroupKey:
-        settings, mixes = task.settings, conditioner.mixes_lengths
+        mixes, (width_px, height_px) = conditioner.mixes_lengths, task.settings.call_px
         num_tokens = conditioner.model.text.window_tokens if mixes else conditioning.num_tokens
-        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+        return GroupKey(height_px, width_px, num_tokens)
 
     def _refined(self, task: ImageTask) -> RefinerInputs:
         """Return the conditioning of the refiner. Raises PoolBusy."""
@@ -157,13 +157,23 @@ class Preparer:
 
     @staticmethod
     def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
-        """Return time ids (2, n) of both rows of ``task``, or ``None`` if both use the defaults of the text encoder."""
-        micro, has_score = task.settings.micro_conditioning, model.text.has_score
-        if micro is None and not has_score:
+        """Return time ids (2, n) of both rows of ``task``, or ``None`` if both use the defaults of the text encoder.
+
+        For a tiled image they are (tiles, 2, n). SDXL was trained on crops of larger images, and a tile is one: its
+        ``original_size`` is that of the image, its crop the tile's upper left corner, and its target size the tile's.
+        """
+        micro, has_score, tiles = task.settings.micro_conditioning, model.text.has_score, task.settings.tiles
+        is_tiled = tiles is not None and model.info.has_size_conditioning
+        if micro is None and not has_score and not is_tiled:
             return None
-        size = task.settings.width_px, task.settings.height_px
-        rows = [(micro or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
-        return send(torch.tensor(rows, dtype=torch.float32), model.device)
+        size, given = (task.settings.width_px, task.settings.height_px), micro or PLAIN
+        views = [given]
+        if tiles is not None and (is_tiled or has_score):
+            views = [given.of_crop(size, tiles.corner_px(view), tiles.tile_px) for view in range(tiles.num_tiles)]
+        rows = [
+            [view.numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)] for view in views
+        ]
+        return send(torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float32), model.device)
 
     def _controls(self, task: ImageTask) -> Iterator[ActiveControl]:
         """Yield the ControlNets of ``task``, each with its encoded control map."""

@@ -286,7 +286,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _complete(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
         """Deliver the decoded image of ``task`` to its request and to its followers."""
-        self._share.charge(task, task.settings.row_cost)
+        self._share.charge(task, task.settings.row_cost * task.settings.num_views)
         if task.settings.second is not None and not task.is_interrupted:
             task.begin_second(Picture.from_array(outcome.pictures[task]))
             return []

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
+from diffserve.api.tiles import TileLayout
 from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
@@ -34,8 +35,8 @@ class GroupKey(NamedTuple):
     The group of an image is never shallow or controlled; that of its next row may be (``ImageTask.group_now``).
 
     Attributes:
-        height_px: Height of the image.
-        width_px: Width of the image.
+        height_px: Height of the image, or of its tiles.
+        width_px: Width of the image, or of its tiles.
         num_tokens: Context tokens; those of one window where texts of different lengths share calls.
         is_shallow: Whether only the UNet's shallow part runs, on cached features (DeepCache).
         is_compiled: Whether compiled calls run all steps of the image; they round differently.
@@ -70,7 +71,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         table: The compiled sampler.
         guided: Bool (num_rows,): whether table row i also runs the unconditional row.
         full: Bool (num_rows,): whether table row i runs the full UNet instead of its shallow part.
-        row_cost: Work of a UNet row: its pixels over those of the native size.
+        row_cost: Work of a UNet row: its pixels (those of a tile) over those of the native size.
         shallow_share: Work of a shallow row over that of a full one.
         skipped_steps: First steps that the table omits because the image starts from latents of a similar prompt.
         shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
@@ -79,6 +80,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
+        tiles: Tiles on which the UNet runs; ``None``: on the entire latent.
         second: Settings of the second pass of hires fix, for the first pass of an image that has one.
     """
 
@@ -97,7 +99,18 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     sampler_digest: str = ""
     controlled: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
+    tiles: TileLayout | None = None
     second: GenerationSettings | None = None
+
+    @property
+    def call_px(self) -> tuple[int, int]:
+        """Width and height in pixels of what a UNet row evaluates: the image, or a tile of it."""
+        return (self.width_px, self.height_px) if self.tiles is None else self.tiles.tile_px
+
+    @property
+    def num_views(self) -> int:
+        """Tiles of the image, or 1."""
+        return 1 if self.tiles is None else self.tiles.num_tiles
 
     @property
     def passes(self) -> tuple[GenerationSettings, ...]:
@@ -121,8 +134,8 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
-        """UNet rows of table row i."""
-        return tuple(map(len, self.parts_at))
+        """UNet rows of table row i: one for each part of the conditioning and each tile."""
+        return tuple(len(parts) * self.num_views for parts in self.parts_at)
 
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
@@ -361,7 +374,7 @@ class ImageTask:
 
     @property
     def rows_now(self) -> int:
-        """UNet rows of the next tick of this image, one for each part."""
+        """UNet rows of the next tick of this image, one for each part and tile."""
         return self.settings.rows_at[self.row_index]
 
     @property

@@ -19,7 +19,7 @@ from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.infotext_recipe import parse_sent, request_of
-from diffserve.media.start_picture import StartPicture, check_large_enough
+from diffserve.media.start_picture import StartPicture, check_large_enough, read_margins
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.models.loras import Lora
 from diffserve.service.http.bodies import check_shape, parse, show
@@ -259,6 +259,10 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
         mask = reader.decode_mask(masks[0])
     elif mask is not None:
         warnings.append("there is no mask; the image is repainted where it is transparent.")
+    start = StartPicture(picture=image, mask=mask)
+    if body.outpaint is not None:
+        start = start.extended(read_margins(body.outpaint))
+        mask = start.mask
     strength = body.strength
     if strength is None:
         is_faithful = isinstance(body, EditBody) and body.input_fidelity == "high"
@@ -271,7 +275,7 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
         body = body.model_copy(update={"prompt": prompt})
         if not prompt:
             warnings.append("the image has no recorded prompt; its variation is generated without one.")
-    return body, Start(StartPicture(picture=image, mask=mask), strength, tuple(warnings))
+    return body, Start(start, strength, tuple(warnings))
 
 
 def _reference_bytes(image: AnyImage, name: str) -> bytes:

@@ -164,9 +164,10 @@ def plan_images(
     sentences: list[str] = []
     low, high = config.min_size_px, config.max_size_px
     if start is None:
-        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high)
+        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high, is_tiled=bool(body.tile_size))
     else:
-        size = start.picture.plan(info, _size(body), min_side_px=low, max_side_px=high, may_shrink=True)
+        sides = {"min_side_px": low, "max_side_px": high}
+        size = start.picture.plan(info, _size(body), **sides, may_shrink=True, is_tiled=bool(body.tile_size))
         sentences += start.warnings
     if size.warning is not None:
         sentences.append(size.warning)
