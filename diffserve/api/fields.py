@@ -33,6 +33,8 @@ HIRES: Final = "hires_"
 """Beginning of the names of the fields of hires fix."""
 HIRES_STRENGTH: Final = 0.4
 """Default denoising strength of the second pass of hires fix: it adds detail and keeps the picture."""
+TILED_HIRES_STRENGTH: Final = 0.1
+"""The same where the second pass is tiled: with more, every tile turns into a picture of the prompt."""
 
 NoiseSource = Literal["cpu", "device"]
 
@@ -358,7 +360,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     "hires_strength": RequestField(
         type=float,
         help="Denoising strength of the second pass of hires fix, 0 to 1.",
-        default=HIRES_STRENGTH,
+        absent=f"{HIRES_STRENGTH:g}, or {TILED_HIRES_STRENGTH:g} with tiles",
         unit="fraction",
         minimum=0.0,
         maximum=1.0,

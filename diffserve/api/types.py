@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
-from diffserve.api.fields import FULL_INTERVAL, HIRES_STRENGTH, MAX_SEED, NoiseSource, check_fields
+from diffserve.api.fields import (
+    FULL_INTERVAL,
+    HIRES_STRENGTH,
+    MAX_SEED,
+    TILED_HIRES_STRENGTH,
+    NoiseSource,
+    check_fields,
+)
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
@@ -131,7 +138,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             ``hires_strength`` on, like image-to-image with the same seed; ``None``: off, unless ``hires_size`` is
             given.
         hires_size: Size "WIDTHxHEIGHT" of the enlarged image, instead of ``hires_scale``.
-        hires_strength: Strength of the second pass, 0 (only enlarged) to 1 (painted anew).
+        hires_strength: Strength of the second pass, 0 (only enlarged) to 1 (painted anew); ``None``: see
+            ``second_strength``.
         hires_steps: Steps of the second pass; ``None``: those of the first.
         hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
         hires_sampler: Sampler of the second pass, ``None``: that of the first.
@@ -170,7 +178,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     switch_at: float | None = None
     hires_scale: float | None = None
     hires_size: str | None = None
-    hires_strength: float = HIRES_STRENGTH
+    hires_strength: float | None = None
     hires_steps: int | None = None
     hires_upscaler: str = LANCZOS
     hires_sampler: str | None = None
@@ -216,6 +224,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def has_hires(self) -> bool:
         """Whether the image is enlarged and denoised again (hires fix)."""
         return self.hires_scale is not None or self.hires_size is not None
+
+    def second_strength(self, *, is_tiled: bool) -> float:
+        """Return the strength of the second pass (hires fix), which by default is less with tiles."""
+        if self.hires_strength is not None:
+            return self.hires_strength
+        return TILED_HIRES_STRENGTH if is_tiled else HIRES_STRENGTH
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -452,7 +466,7 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     switch_at: float | None = None
     hires_scale: float | None = None
     hires_size: str | None = None
-    hires_strength: float = HIRES_STRENGTH
+    hires_strength: float | None = None
     hires_steps: int | None = None
     hires_upscaler: str = LANCZOS
     hires_sampler: str | None = None

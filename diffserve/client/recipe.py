@@ -109,7 +109,7 @@ class ImageFields(TypedDict, total=False):
         switch_at: Fraction of the steps at which the refiner takes over, by default 0.8.
         hires_scale: Enlarge the finished image by this factor, 1 to 8, and denoise it again in part (hires fix).
         hires_size: WIDTHxHEIGHT to enlarge the image to, instead of ``hires_scale``.
-        hires_strength: Denoising strength of the second pass, from 0 to 1, by default 0.4.
+        hires_strength: Denoising strength of the second pass, from 0 to 1, by default 0.4, or 0.1 with tiles.
         hires_steps: Steps of the second pass; by default those of the first.
         hires_upscaler: "lanczos" or "nearest".
         hires_sampler: Sampler of the second pass; by default that of the first.
@@ -294,7 +294,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     switch_at: float | None = None
     hires_scale: float | None = None
     hires_size: str | None = None
-    hires_strength: float = 0.4
+    hires_strength: float | None = None
     hires_steps: int | None = None
     hires_upscaler: str = "lanczos"
     hires_sampler: str | None = None

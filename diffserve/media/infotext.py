@@ -110,7 +110,7 @@ def _hires_fields(result: ImageResult) -> dict[str, object]:
         return {}
     sampler, schedule = result.hires_sampler, result.hires_schedule
     return {
-        "Denoising strength": _number_text(result.hires_strength),
+        "Denoising strength": None if result.hires_strength is None else _number_text(result.hires_strength),
         "Hires upscale": None if result.hires_scale is None else _number_text(result.hires_scale),
         "Hires resize": result.hires_size,
         "Hires steps": result.num_steps if result.hires_steps is None else result.hires_steps,

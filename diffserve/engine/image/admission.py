@@ -262,18 +262,19 @@ class ImageAdmission:
         changes: dict[str, Any] = {"sampler": sampler, "num_steps": params.hires_steps or params.num_steps}
         if params.hires_sampler is not None or params.hires_schedule is not None:
             changes["sigma_schedule"] = params.hires_schedule
-        pass_params = msgspec.structs.replace(params, strength=params.hires_strength, **changes)
+        strength = params.second_strength(is_tiled=tiles is not None)
+        pass_params = msgspec.structs.replace(params, strength=strength, **changes)
         num_steps = num_steps_of(pass_params, info)
         too_many_steps = f"hires_steps is {num_steps}; this model allows at most {info.train_timesteps}."
         check(num_steps <= info.train_timesteps, too_many_steps, "hires_steps")
         if is_learned(sampler):
             learned_only = (
-                f"the second pass runs sampler {sampler!r} at hires_strength {params.hires_strength:g}; a learned "
+                f"the second pass runs sampler {sampler!r} at hires_strength {strength:g}; a learned "
                 "sampler only runs all its steps: give hires_sampler, such as ddim."
             )
-            check(params.hires_strength == 1.0, learned_only, "hires_sampler")
+            check(strength == 1.0, learned_only, "hires_sampler")
         try:
-            rows = self._row_settings(pass_params, num_steps, params.hires_strength, first.guidance_scale)
+            rows = self._row_settings(pass_params, num_steps, strength, first.guidance_scale)
         except InvalidRequest as error:
             param = HIRES_PARAMS.get(error.param or "", error.param)
             text = f"in the second pass (hires fix), {error.message}"
@@ -286,14 +287,15 @@ class ImageAdmission:
             kind="inpaint" if info.is_inpainting else "image",
             tiles=tiles,
             row_cost=row_cost(info, *(_call_px(tiles) or size)),
-            strength=params.hires_strength,
+            strength=strength,
             num_steps=num_steps,
             skipped_steps=0,
             shorter=(),
             **rows,
         )
         shorter = tuple(msgspec.structs.replace(each, second=second) for each in first.shorter)
-        settings = msgspec.structs.replace(first, hires_upscaler=upscaler, second=second, shorter=shorter)
+        settings = msgspec.structs.replace(
+            first, hires_upscaler=upscaler, hires_strength=strength, second=second, shorter=shorter)
         return settings, warnings + tuple(text for text in rows["table"].warnings if text not in warnings)
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:

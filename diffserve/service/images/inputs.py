@@ -260,8 +260,9 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
     elif mask is not None:
         warnings.append("there is no mask; the image is repainted where it is transparent.")
     start = StartPicture(picture=image, mask=mask)
-    if body.outpaint is not None:
-        start = start.extended(read_margins(body.outpaint))
+    margins: str | None = getattr(body, "outpaint", None)
+    if margins is not None:
+        start = start.extended(read_margins(margins))
         mask = start.mask
     strength = body.strength
     if strength is None:

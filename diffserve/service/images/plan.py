@@ -163,11 +163,12 @@ def plan_images(
     refuse_infotext(body)
     sentences: list[str] = []
     low, high = config.min_size_px, config.max_size_px
+    is_tiled = bool(getattr(body, "tile_size", None))
     if start is None:
-        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high, is_tiled=bool(body.tile_size))
+        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high, is_tiled=is_tiled)
     else:
         sides = {"min_side_px": low, "max_side_px": high}
-        size = start.picture.plan(info, _size(body), **sides, may_shrink=True, is_tiled=bool(body.tile_size))
+        size = start.picture.plan(info, _size(body), **sides, may_shrink=True, is_tiled=is_tiled)
         sentences += start.warnings
     if size.warning is not None:
         sentences.append(size.warning)
