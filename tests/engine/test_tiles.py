@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.tiles import plan_tiles
@@ -33,7 +34,7 @@ def content(result: ImageResult) -> tuple[bytes, bytes]:
     return result.latents.data, result.picture.data
 
 
-def reference_loop(pipeline: Any, request: GenerationRequest, start: torch.Tensor | None = None) -> np.ndarray:
+def reference_loop(pipeline: Any, request: GenerationRequest) -> NDArray[np.float32]:
     """Return final latents (C, h, w): every step evaluates each tile alone, and averages with weights sin² by hand."""
     params = request.diffusion
     use_sampler(pipeline, params.sampler or "", spacing_of("sd15"))
@@ -63,7 +64,8 @@ def reference_loop(pipeline: Any, request: GenerationRequest, start: torch.Tenso
                 total[..., top : top + side, left : left + side] += weight * guided
                 weights[top : top + side, left : left + side] += weight
             latents = scheduler.step(total / weights, timestep, latents).prev_sample
-    return latents[0].cpu().numpy()
+    result: NDArray[np.float32] = latents[0].cpu().numpy()
+    return result
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "euler"])

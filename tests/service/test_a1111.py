@@ -306,7 +306,7 @@ def test_styles_are_read_as_a1111_writes_them(tmp_path: Path) -> None:
 
 def test_infotext_fills_what_a_request_leaves_out() -> None:
     text = "a fox\nNegative prompt: dog\nSteps: 9, Sampler: Euler a, Schedule type: Karras, Seed: 3, Size: 64x96"
-    _, body, _ = convert_body(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
+    _, body = convert_body(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
     assert (body.prompt, body.negative_prompt, body.num_inference_steps) == ("a fox", "dog", 4)
     assert (body.sampler, body.scheduler, body.seed, body.width, body.height) == ("Euler a", "Karras", 3, 64, 96)
     assert body.model_dump()["clip_skip"] == 2
@@ -359,7 +359,7 @@ def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: 
 
 def test_a1111_settings_bound_the_noise_levels_and_0_means_the_default() -> None:
     settings = {"sigma_min": 0.1, "sigma_max": 0}
-    _, body, _ = convert_body(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, [])
+    _, body = convert_body(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, [])
     fields = body.model_dump(exclude_none=True)
     assert fields["sigma_min"] == 0.1
     assert "sigma_max" not in fields

@@ -58,7 +58,7 @@ def test_image_chat_and_rewrite_bodies_have_priority_and_deadline(
         parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | fields)), INFO, CONFIG, "img-1"
     )
     assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
-    _, response, _ = convert_body(
+    _, response = convert_body(
         parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
     )
     assert response.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
