@@ -6,6 +6,7 @@ and raises :class:`diffserve.api.errors.InvalidRequest`. This module does not im
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
@@ -138,7 +139,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             ``hires_strength`` on, like image-to-image with the same seed; ``None``: off, unless ``hires_size`` is
             given.
         hires_size: Size "WIDTHxHEIGHT" of the enlarged image, instead of ``hires_scale``.
-        hires_strength: Strength of the second pass, 0 (only enlarged) to 1 (painted anew); ``None``: see
+        hires_strength: Strength of the second pass, above 0 to 1 (painted anew); ``None``: see
             ``second_strength``.
         hires_steps: Steps of the second pass; ``None``: those of the first.
         hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
@@ -225,11 +226,14 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Whether the image is enlarged and denoised again (hires fix)."""
         return self.hires_scale is not None or self.hires_size is not None
 
-    def second_strength(self, *, is_tiled: bool) -> float:
-        """Return the strength of the second pass (hires fix), which by default is less with tiles."""
+    def second_strength(self, num_steps: int, *, is_tiled: bool) -> float:
+        """Return the strength of the second pass (hires fix) of ``num_steps`` steps.
+
+        By default it is less with tiles, and enough for one step.
+        """
         if self.hires_strength is not None:
             return self.hires_strength
-        return TILED_HIRES_STRENGTH if is_tiled else HIRES_STRENGTH
+        return max(TILED_HIRES_STRENGTH if is_tiled else HIRES_STRENGTH, math.ceil(1000 / num_steps) / 1000)
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

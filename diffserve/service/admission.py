@@ -363,7 +363,9 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     if second_px is not None:  # the second pass of hires fix
         num_steps = params.hires_steps or num_steps_of(params, info)
         per_step = _evaluations_per_step(params.hires_sampler or params.sampler, info)
-        strength = params.second_strength(is_tiled=tiles_of(params, info, *second_px, is_second=True) is not None)
+        strength = params.second_strength(
+            num_steps, is_tiled=tiles_of(params, info, *second_px, is_second=True) is not None
+        )
         work += strength * num_steps * per_step * _step_cost(params, info, second_px, is_second=True)
     step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=1 + (scale > 1.0), row_cost=1.0)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)

@@ -156,7 +156,11 @@ def test_candidates_of_best_of_and_results_from_the_cache(make_engine: MakeEngin
     [
         ({"hires_scale": None, "hires_size": "96"}, "hires_size", "hires_size is '96'; write it as WIDTHxHEIGHT"),
         ({"hires_upscaler": "4x"}, "hires_upscaler", "hires_upscaler is '4x'; it must be one of lanczos, nearest"),
-        ({"hires_scale": 8.0}, "hires_scale", "the width of the enlarged image is 512 px; this model allows at most"),
+        (
+            {"hires_scale": 8.0, "tile_size": 0},
+            "hires_scale",
+            "the width of the enlarged image is 512 px; this model allows at most",
+        ),
         ({"hires_sampler": "none"}, "hires_sampler", "in the second pass"),
         ({"hires_steps": 1001}, "hires_steps", "hires_steps is 1001; it must lie between 1 and 1000"),
         ({"hires_prompt": "cat <lora:a:1>"}, "hires_prompt", "hires_prompt has a LoRA tag"),
@@ -197,3 +201,11 @@ def test_fields_without_hires_fix_have_no_effect_and_say_so(make_engine: MakeEng
     plain = image_request("sd15", "ddim", 3, num_steps=2)
     [result] = engine.generate(replace(plain, diffusion=replace(plain.diffusion, hires_steps=3)))
     assert "hires_steps has no effect without hires_scale or hires_size." in result.warnings
+
+
+def test_few_steps_leave_one_to_the_second_pass(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for num_steps in (1, 2, 3, 7):
+        [result] = engine.generate(hires_request(num_steps=num_steps, hires_steps=None, hires_strength=None))
+        assert result.hires_strength is not None
+        assert result.num_evaluations == 2 * (num_steps + max(1, int(0.4 * num_steps)))

@@ -48,7 +48,7 @@ def pixels_of(file: bytes) -> NDArray[np.uint8]:
     ("fields", "size", "recorded"),
     [
         ({"hires_scale": 1.5, "hires_steps": 4, "size": "64x64"}, (96, 96), {"Size": "64x64", "Hires upscale": "1.5"}),
-        ({"hires_size": "100x60", "size": "64x64"}, (100, 60), {"Size": "64x64", "Hires resize": "100x60"}),
+        ({"hires_size": "100x76", "size": "64x64"}, (100, 76), {"Size": "64x64", "Hires resize": "100x76"}),
         (
             {
                 "hires_scale": 2.0,

@@ -262,9 +262,9 @@ class ImageAdmission:
         changes: dict[str, Any] = {"sampler": sampler, "num_steps": params.hires_steps or params.num_steps}
         if params.hires_sampler is not None or params.hires_schedule is not None:
             changes["sigma_schedule"] = params.hires_schedule
-        strength = params.second_strength(is_tiled=tiles is not None)
+        num_steps = num_steps_of(msgspec.structs.replace(params, **changes), info)
+        strength = params.second_strength(num_steps, is_tiled=tiles is not None)
         pass_params = msgspec.structs.replace(params, strength=strength, **changes)
-        num_steps = num_steps_of(pass_params, info)
         too_many_steps = f"hires_steps is {num_steps}; this model allows at most {info.train_timesteps}."
         check(num_steps <= info.train_timesteps, too_many_steps, "hires_steps")
         if is_learned(sampler):
@@ -295,7 +295,8 @@ class ImageAdmission:
         )
         shorter = tuple(msgspec.structs.replace(each, second=second) for each in first.shorter)
         settings = msgspec.structs.replace(
-            first, hires_upscaler=upscaler, hires_strength=strength, second=second, shorter=shorter)
+            first, hires_upscaler=upscaler, hires_strength=strength, second=second, shorter=shorter
+        )
         return settings, warnings + tuple(text for text in rows["table"].warnings if text not in warnings)
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
