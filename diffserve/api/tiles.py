@@ -127,7 +127,7 @@ def plan_tiles(
         f"tile_size is {tile_px} px; it must be a multiple of {multiple_px}: try {tries}.",
         "tile_size",
     )
-    overlap = tile_px // OVERLAP_SHARE if overlap_px is None else overlap_px
+    overlap = min(tile_px // OVERLAP_SHARE, tile_px - factor) if overlap_px is None else overlap_px
     too_much = f"tile_overlap is {overlap} px; it must be less than tile_size, which is {tile_px}: give at most "
     too_much += f"{tile_px - factor}, or leave it out."
     check(overlap <= tile_px - factor, too_much, "tile_overlap")

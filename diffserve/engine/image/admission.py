@@ -67,6 +67,7 @@ HIRES_FIELDS = tuple(name for name in REQUEST_FIELDS if name.startswith(HIRES))
 HIRES_PARAMS = {
     "sampler": "hires_sampler",
     "sigma_schedule": "hires_schedule",
+    "spacing": "hires_schedule",
     "num_inference_steps": "hires_steps",
     "strength": "hires_strength",
 }
@@ -234,9 +235,9 @@ class ImageAdmission:
         warnings += table.warnings + self._few_steps(table, strength)
         if params.has_hires:
             return self._with_second(request, params, settings, warnings)
-        given = [name for name in HIRES_FIELDS if getattr(params, name) != REQUEST_FIELDS[name].default]
-        if given:
-            warnings += (f"{', '.join(given)} has no effect without hires_scale or hires_size.",)
+        idle_fields = [name for name in HIRES_FIELDS if getattr(params, name) != REQUEST_FIELDS[name].default]
+        if idle_fields:
+            warnings += (f"{', '.join(idle_fields)} has no effect without hires_scale or hires_size.",)
         return settings, warnings
 
     def _with_second(

@@ -166,10 +166,10 @@ class Preparer:
         is_tiled = tiles is not None and model.info.has_size_conditioning
         if micro is None and not has_score and not is_tiled:
             return None
-        size, given = (task.settings.width_px, task.settings.height_px), micro or PLAIN
-        views = [given]
+        size, sizes = (task.settings.width_px, task.settings.height_px), micro or PLAIN
+        views = [sizes]
         if tiles is not None and (is_tiled or has_score):
-            views = [given.of_crop(size, tiles.corner_px(view), tiles.tile_px) for view in range(tiles.num_tiles)]
+            views = [sizes.of_crop(size, tiles.corner_px(view), tiles.tile_px) for view in range(tiles.num_tiles)]
         rows = [
             [view.numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)] for view in views
         ]

@@ -84,6 +84,10 @@ def diffusion_of(body: GenerateBody, images: tuple[Picture, ...]) -> DiffusionPa
         _check_agree(schedule, "sigma_schedule", implied_schedule, f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
+    hires_sampler: str | None = getattr(body, "hires_sampler", None)
+    if hires_sampler is not None:
+        _check_sampler(hires_sampler, "hires_sampler")
+    _check_listed("hires_schedule", getattr(body, "hires_schedule", None), SIGMA_SCHEDULES)
     return DiffusionParams(
         sampler=sampler,
         num_steps=_one_of(body, "num_inference_steps", "steps"),
