@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -187,6 +188,24 @@ def test_generated_image_contains_its_parameters(run: Run, model: Path, tmp_path
     assert infotext.startswith("a fox\n")
     assert "Seed: 7" in infotext
     assert "RNG: NV" in infotext
+
+
+def test_enlarged_and_extended_images_repeat_from_their_files(run: Run, model: Path) -> None:
+    few = ("--model", model, "--steps", 2, "--seed", 7, "--no-watermark")
+    hires = ("--size", "64x64", "--hires-scale", 1.5, "--hires-strength", 0.5)
+    assert run("generate", "a fox", *hires, *few, "-o", "large.png").code == 0
+    assert Image.open("large.png").size == (96, 96)
+    assert run("generate", "--infotext", "large.png", "--model", model, "--no-watermark", "-o", "again.png").code == 0
+    assert Path("large.png").read_bytes() == Path("again.png").read_bytes()
+    tiled = ("--size", "128x96", "--tile-size", 64)
+    assert run("generate", "a fox", *tiled, *few, "-o", "tiled.png").code == 0
+    assert Image.open("tiled.png").size == (128, 96)
+    extended = run("generate", "a fox", "--init", "large.png", "--outpaint", "0,0,32,0", *few, "-o", "wide.png")
+    assert (extended.code, Image.open("wide.png").size) == (0, (128, 96))
+    assert np.array_equal(np.asarray(Image.open("wide.png"))[:, :88], np.asarray(Image.open("large.png"))[:, :88])
+    refused = run("generate", "a fox", "--outpaint", "0,0,32,0", *few)
+    assert refused.code == 2
+    assert "without a start image" in refused.err
 
 
 class Stdin(io.TextIOWrapper):

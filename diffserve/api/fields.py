@@ -25,6 +25,17 @@ MAX_SIGMA: Final = 1e6
 FULL_INTERVAL: Final = (0.0, 1.0)
 """Guidance applies to all steps."""
 
+MAX_TILE_PX: Final = 2048
+MAX_HIRES_SCALE: Final = 8.0
+MAX_HIRES_STEPS: Final = 1000
+"""Upper limit for any model; each model is limited by its training length."""
+HIRES: Final = "hires_"
+"""Beginning of the names of the fields of hires fix."""
+HIRES_STRENGTH: Final = 0.4
+"""Default denoising strength of the second pass of hires fix: it adds detail and keeps the picture."""
+TILED_HIRES_STRENGTH: Final = 0.1
+"""The same where the second pass is tiled: with more, every tile turns into a picture of the prompt."""
+
 NoiseSource = Literal["cpu", "device"]
 TemplateMode = Literal["off", "random", "combinatorial"]
 
@@ -331,6 +342,130 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         help="Resolve braces and wildcards of the prompt: off, random (by the seed) or combinatorial.",
         absent="off",
         a1111="template",
+    ),
+    "hires_scale": RequestField(
+        type=float,
+        help="Hires fix: enlarge the image by this factor and denoise it again in part.",
+        absent="off",
+        minimum=1.0,
+        maximum=MAX_HIRES_SCALE,
+        hint=", or be left out",
+        label="Hires upscale",
+        option="--hires-scale",
+        metavar="FACTOR",
+        a1111="hr_scale",
+    ),
+    "hires_size": RequestField(
+        type=str,
+        help="Hires fix: enlarge the image to WIDTHxHEIGHT, instead of hires_scale.",
+        absent="off",
+        unit="pixels",
+        label="Hires resize",
+        option="--hires-size",
+        metavar="WxH",
+    ),
+    "hires_strength": RequestField(
+        type=float,
+        help="Denoising strength of the second pass of hires fix, 0 to 1.",
+        absent=f"{HIRES_STRENGTH:g}, or {TILED_HIRES_STRENGTH:g} with tiles",
+        unit="fraction",
+        minimum=0.0,
+        maximum=1.0,
+        option="--hires-strength",
+        metavar="SHARE",
+        a1111="denoising_strength",
+    ),
+    "hires_steps": RequestField(
+        type=int,
+        help="Steps of the second pass of hires fix, of which hires_strength is run.",
+        absent="those of the first pass",
+        unit="steps",
+        minimum=1,
+        maximum=MAX_HIRES_STEPS,
+        hint=", or be left out",
+        label="Hires steps",
+        option="--hires-steps",
+        metavar="N",
+        a1111="hr_second_pass_steps",
+    ),
+    "hires_upscaler": RequestField(
+        type=str,
+        help="Upscaler between the passes of hires fix: lanczos or nearest.",
+        default="lanczos",
+        absent="lanczos",
+        label="Hires upscaler",
+        option="--hires-upscaler",
+        metavar="NAME",
+        a1111="hr_upscaler",
+    ),
+    "hires_sampler": RequestField(
+        type=str,
+        help="Sampler of the second pass of hires fix.",
+        absent="that of the first pass",
+        label="Hires sampler",
+        option="--hires-sampler",
+        metavar="NAME",
+        a1111="hr_sampler_name",
+    ),
+    "hires_schedule": RequestField(
+        type=str,
+        help="Sigma schedule of the second pass of hires fix.",
+        absent="that of the first pass",
+        label="Hires schedule type",
+        option="--hires-schedule",
+        metavar="NAME",
+        a1111="hr_scheduler",
+    ),
+    "hires_prompt": RequestField(
+        type=str,
+        help="Prompt of the second pass of hires fix.",
+        absent="that of the first pass",
+        label="Hires prompt",
+        option="--hires-prompt",
+        metavar="TEXT",
+        a1111="hr_prompt",
+    ),
+    "hires_negative_prompt": RequestField(
+        type=str,
+        help="Negative prompt of the second pass of hires fix.",
+        absent="that of the first pass",
+        label="Hires negative prompt",
+        option="--hires-negative-prompt",
+        metavar="TEXT",
+        a1111="hr_negative_prompt",
+    ),
+    "tile_size": RequestField(
+        type=int,
+        help="Tiled diffusion: side of the tiles on which the UNet runs; 0: off.",
+        absent="off; for a second pass beyond the model's largest side, its native size",
+        unit="pixels",
+        minimum=0,
+        maximum=MAX_TILE_PX,
+        hint="; 0 is off",
+        label="Tile size",
+        option="--tile-size",
+        metavar="PX",
+    ),
+    "tile_overlap": RequestField(
+        type=int,
+        help="Least overlap of neighboring tiles.",
+        absent="a quarter of tile_size",
+        unit="pixels",
+        minimum=0,
+        maximum=MAX_TILE_PX,
+        hint=", or be left out",
+        label="Tile overlap",
+        option="--tile-overlap",
+        metavar="PX",
+    ),
+    "outpaint": RequestField(
+        type=str,
+        help="Outpainting: add LEFT,TOP,RIGHT,BOTTOM pixels to the start image and generate them.",
+        absent="nothing is added",
+        unit="pixels",
+        label="Outpaint",
+        option="--outpaint",
+        metavar="L,T,R,B",
     ),
     "best_of": RequestField(
         type=int,

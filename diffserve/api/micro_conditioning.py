@@ -68,6 +68,21 @@ class MicroConditioning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         return cls(**pairs)
 
+    def of_crop(self, size: tuple[int, int], crop: tuple[int, int], target_size: tuple[int, int]) -> MicroConditioning:
+        """Return these values, and for those that are not given the values of a crop.
+
+        Args:
+            size: Width and height of the entire image.
+            crop: Left and top of the crop.
+            target_size: Width and height of the crop.
+        """
+        return msgspec.structs.replace(
+            self,
+            original_size=self.original_size or size,
+            crop=self.crop or crop,
+            target_size=self.target_size or target_size,
+        )
+
     def __str__(self) -> str:
         pairs = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return " ".join(f"{name} {pair[0]}x{pair[1]}" for name, pair in pairs if pair is not None)

@@ -16,7 +16,15 @@ import msgspec
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import Accepted, Event, GenerationRequest, ImageFinished, ModelInfo, Picture
+from diffserve.api.types import (
+    Accepted,
+    DiffusionParams,
+    Event,
+    GenerationRequest,
+    ImageFinished,
+    ModelInfo,
+    Picture,
+)
 from diffserve.media.images import resize, stretch
 from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
 from diffserve.models.references import MAX_EDGE_PX
@@ -35,6 +43,7 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         is_trained: Whether the generated size is one that the model was trained at.
         is_padded: Whether the edges are extended if the aspect ratios differ; otherwise the image is cropped.
+        first: With hires fix, the plan of the first pass; the other fields are then those of the enlarged image.
     """
 
     paint_width_px: int
@@ -43,6 +52,24 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     height_px: int
     is_trained: bool = False
     is_padded: bool = False
+    first: SizePlan | None = None
+
+    @property
+    def start_px(self) -> tuple[int, int]:
+        """Width and height at which generation starts: with hires fix those of its first pass."""
+        plan = self.first or self
+        return plan.paint_width_px, plan.paint_height_px
+
+    @property
+    def hires_px(self) -> tuple[int, int] | None:
+        """Width and height of the second pass of hires fix; ``None`` without."""
+        return None if self.first is None else (self.paint_width_px, self.paint_height_px)
+
+    @property
+    def recorded_px(self) -> tuple[int, int]:
+        """Width and height that infotext records as the size: with hires fix those asked for the first pass."""
+        plan = self.first or self
+        return plan.width_px, plan.height_px
 
     @property
     def warning(self) -> str | None:
@@ -105,6 +132,7 @@ def plan_size(
     min_side_px: int = MIN_SIDE_PX,
     max_side_px: int = MAX_SIDE_PX,
     may_pad: bool = True,
+    is_tiled: bool = False,
 ) -> SizePlan:
     """Choose the size at which the model generates an image of ``size``.
 
@@ -114,6 +142,7 @@ def plan_size(
         min_side_px: Smallest side; the good sizes of the model are always allowed.
         max_side_px: Largest side; the good sizes of the model are always allowed.
         may_pad: Whether the edges may be extended; False if the image must fill the delivered size, as in inpainting.
+        is_tiled: Whether the UNet runs on tiles, so that any size on the model's grid is generated as it is.
 
     Raises:
         InvalidRequest: A side is out of range.
@@ -126,7 +155,9 @@ def plan_size(
         "invalid_size",
     )
     pads = may_pad and info.other_aspects == "pad"
-    if (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
+    if is_tiled:
+        paint_width, paint_height = on_grid_px(info, (width, height))
+    elif (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
         paint_width, paint_height = width, height
     else:
         paint_width, paint_height = (_nearest_good if pads else _nearest)(info, width, height)
@@ -137,7 +168,78 @@ def plan_size(
         width_px=width,
         height_px=height,
         is_trained=(paint_width, paint_height) in info.good_sizes,
-        is_padded=pads and not has_same_aspect,
+        is_padded=pads and not has_same_aspect and not is_tiled,
+    )
+
+
+def enlarged_px(params: DiffusionParams, width_px: int, height_px: int) -> tuple[int, int] | None:
+    """Return the size that hires fix enlarges an image of this size to, before rounding to the model's grid.
+
+    ``None`` without hires fix.
+
+    Raises:
+        InvalidRequest: ``hires_size`` is not a size.
+    """
+    if params.hires_size is not None:
+        match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[xX×]\s*([1-9][0-9]{0,5})\s*", params.hires_size)
+        message = f"hires_size is {params.hires_size[:40]!r}; write it as WIDTHxHEIGHT, for example 1024x1024."
+        if match is None:
+            raise InvalidRequest(message, param="hires_size", code="invalid_size")
+        return int(match[1]), int(match[2])
+    if params.hires_scale is None:
+        return None
+    return max(1, round(width_px * params.hires_scale)), max(1, round(height_px * params.hires_scale))
+
+
+def on_grid_px(info: ModelInfo, size: tuple[float, float]) -> tuple[int, int]:
+    """Return ``size`` (width, height) rounded up to the grid of the model."""
+    step = info.size_multiple_px
+    width, height = (max(step, math.ceil(side / step - 1e-9) * step) for side in size)
+    return width, height
+
+
+def plan_hires(
+    info: ModelInfo,
+    plan: SizePlan,
+    params: DiffusionParams,
+    *,
+    min_side_px: int = MIN_SIDE_PX,
+    max_side_px: int = MAX_SIDE_PX,
+) -> SizePlan:
+    """Return the plan of an image with hires fix, of which ``plan`` is the first pass; without, ``plan``.
+
+    The second pass runs at the requested size, rounded up to the model's grid, and with the aspect ratio of the first
+    pass if its edges are padded.
+
+    Args:
+        info: The model.
+        plan: The plan of the first pass.
+        params: The request's parameters.
+        min_side_px: Smallest side.
+        max_side_px: Largest side of the enlarged image.
+
+    Raises:
+        InvalidRequest: The enlarged size is out of range.
+    """
+    size = enlarged_px(params, plan.width_px, plan.height_px)
+    if size is None:
+        return plan
+    width, height = size
+    name = "hires_size" if params.hires_scale is None else "hires_scale"
+    message = f"{name} gives {width}x{height}; each side must lie between {min_side_px} and {max_side_px} px."
+    check(size in info.good_sizes or all(min_side_px <= side <= max_side_px for side in size), message, name)
+    inner: tuple[float, float] = size
+    if plan.is_padded:
+        share = min(width / plan.paint_width_px, height / plan.paint_height_px)
+        inner = plan.paint_width_px * share, plan.paint_height_px * share
+    paint_width, paint_height = on_grid_px(info, inner)
+    return SizePlan(
+        paint_width_px=paint_width,
+        paint_height_px=paint_height,
+        width_px=width,
+        height_px=height,
+        is_padded=plan.is_padded,
+        first=plan,
     )
 
 
@@ -260,14 +362,16 @@ class Sized(NamedTuple):
         requested, init = (request.width_px, request.height_px), request.init_image
         native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
         size = (requested[0] or native[0], requested[1] or native[1])
-        on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
+        longest = max(size) if request.diffusion.tile_size else info.max_side_px
+        on_grid = all(side % info.size_multiple_px == 0 and side <= longest for side in size)
         if requested == (None, None) or on_grid or init is not None:
             images = fit_controls(request.diffusion.controlnets, request.control_images, size, size)
             return cls(msgspec.structs.replace(request, control_images=images) if images else request, None)
-        plan = plan_size(info, size)
+        plan = plan_size(info, size, is_tiled=bool(request.diffusion.tile_size))
         width_px, height_px = plan.paint_width_px, plan.paint_height_px
         images = fit_controls(request.diffusion.controlnets, request.control_images, size, (width_px, height_px))
-        changed = {"width_px": width_px, "height_px": height_px, "control_images": images}
+        plan = plan_hires(info, plan, request.diffusion)
+        changed = {"width_px": width_px, "height_px": height_px, "control_images": images, "hires_px": plan.hires_px}
         return cls(msgspec.structs.replace(request, **changed), plan)
 
     def deliver(self, event: Event) -> Event:

@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
-from diffserve.api.fields import FULL_INTERVAL, MAX_SEED, NoiseSource, check_fields
+from diffserve.api.fields import (
+    FULL_INTERVAL,
+    HIRES_STRENGTH,
+    MAX_SEED,
+    TILED_HIRES_STRENGTH,
+    NoiseSource,
+    check_fields,
+)
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.tensor_values import Encodings
@@ -34,6 +41,8 @@ SWITCH_AT: Final = 0.8
 CHECKER: Final = "checker"
 """Name of the built-in scorer, which checks images of the embedded model."""
 MAX_STEPS = 1_000_000
+LANCZOS: Final = "lanczos"
+"""Name of the default upscaler."""
 
 E = TypeVar("E")
 
@@ -132,6 +141,24 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         references: IP-Adapters from the server's folder, each with one of the request's ``reference_images``.
         switch_at: Share of the noise levels, 0 to 1, after which the refiner takes over (``denoising_end`` and
             ``denoising_start`` in diffusers; 0.8 is usual for SDXL); ``None``: no refiner.
+        hires_scale: Hires fix: the finished image is enlarged by this factor, 1 to 8, and denoised again from
+            ``hires_strength`` on, like image-to-image with the same seed; ``None``: off, unless ``hires_size`` is
+            given.
+        hires_size: Size "WIDTHxHEIGHT" of the enlarged image, instead of ``hires_scale``.
+        hires_strength: Strength of the second pass, above 0 to 1 (painted anew); ``None``: see
+            ``second_strength``.
+        hires_steps: Steps of the second pass; ``None``: those of the first.
+        hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
+        hires_sampler: Sampler of the second pass, ``None``: that of the first.
+        hires_schedule: Sigma schedule of the second pass; ``None``: that of the first.
+        hires_prompt: Prompt of the second pass, without LoRA tags; ``None``: that of the first.
+        hires_negative_prompt: Negative prompt of the second pass; ``None``: that of the first.
+        tile_size: Tiled diffusion: the UNet runs on overlapping tiles of at most this side in pixels, and images may
+            exceed the model's largest side; 0: off; ``None``: off, but tiles of the native size for a second pass that
+            exceeds it. See ``diffserve.api.tiles``.
+        tile_overlap: Least overlap of neighboring tiles in pixels; ``None``: a quarter of ``tile_size``.
+        outpaint: The margins "LEFT,TOP,RIGHT,BOTTOM" in pixels by which the caller has extended the init image, see
+            ``StartPicture.extended``; only recorded.
     """
 
     sampler: str | None = None
@@ -157,6 +184,18 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     controlnets: tuple[Control, ...] = ()
     references: tuple[Reference, ...] = ()
     switch_at: float | None = None
+    hires_scale: float | None = None
+    hires_size: str | None = None
+    hires_strength: float | None = None
+    hires_steps: int | None = None
+    hires_upscaler: str = LANCZOS
+    hires_sampler: str | None = None
+    hires_schedule: str | None = None
+    hires_prompt: str | None = None
+    hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -185,6 +224,24 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_loras(self.loras)
         check_controls(self.controlnets)
         check_references(self.references)
+        for name in ("hires_prompt", "hires_negative_prompt"):
+            check_chars(getattr(self, name) or "", MAX_PROMPT_CHARS, name)
+        one_size = f"hires_scale is {self.hires_scale} and hires_size {self.hires_size!r}; give one of them."
+        check(self.hires_scale is None or self.hires_size is None, one_size, "hires_size")
+
+    @property
+    def has_hires(self) -> bool:
+        """Whether the image is enlarged and denoised again (hires fix)."""
+        return self.hires_scale is not None or self.hires_size is not None
+
+    def second_strength(self, num_steps: int, *, is_tiled: bool) -> float:
+        """Return the strength of the second pass (hires fix) of ``num_steps`` steps.
+
+        By default it is less with tiles, and enough for one step.
+        """
+        if self.hires_strength is not None:
+            return self.hires_strength
+        return max(TILED_HIRES_STRENGTH if is_tiled else HIRES_STRENGTH, math.ceil(1000 / num_steps) / 1000)
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,7 +308,8 @@ class GenerationRequest(
     ``control_images`` and ``reference_images`` are added to it.
 
     Attributes:
-        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width.
+        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width. With
+            hires fix it is the width of the first pass.
         height_px: Height, with the same rules.
         num_images: Image i equals a single image with seed + i, or with the same seed and variation_seed + i.
         best_of: Generate this many images and return the ``num_images`` with the highest scores, the best first;
@@ -261,6 +319,8 @@ class GenerationRequest(
         mask_image: Inpainting mask with one channel, 255: inpaint; needs ``init_image``.
         control_images: One input image for each ControlNet of ``diffusion``, at the size of the image or to be resized.
         reference_images: One image for each reference of ``diffusion``, of any size.
+        hires_px: Width and height of the second pass of hires fix, if they are planned; ``None``: as ``diffusion``
+            says, on the model's grid.
         preview_every: Number of steps between Preview events; 0: no previews.
         rewriting: Rewrite the prompt first; ``None``: use it unchanged.
         deadline_s: Seconds after submit at which the request is abandoned.
@@ -287,6 +347,7 @@ class GenerationRequest(
     mask_image: Picture | None = None
     control_images: tuple[Picture, ...] = ()
     reference_images: tuple[Picture, ...] = ()
+    hires_px: tuple[int, int] | None = None
     preview_every: int = 0
     return_latents: bool = False
     rewriting: RewriteOptions | None = None
@@ -368,23 +429,37 @@ class GenerationRequest(
     def texts(self) -> dict[str, str]:
         """The inputs of the text encoders, by field name; further texts of a field have "#" and a number.
 
-        These are the prompts of all images, and what their editing and alternation make of them.
+        These are the prompts of all images and of the second pass of hires fix, and what their editing and alternation
+        make of them.
         """
-        num_steps = self.diffusion.num_steps or 1
-        counts = [min(count, MAX_JUDGED_STEPS) for count in (num_steps, math.ceil(num_steps * self.diffusion.strength))]
+        params = self.diffusion
+        num_steps = params.num_steps or 1
+        counts = [num_steps, math.ceil(num_steps * params.strength)]
+        prompts = {"prompt": (self.prompt, *self.image_prompts), "negative_prompt": (self.negative_prompt,)}
+        if params.has_hires:
+            second_steps = params.hires_steps or num_steps
+            strengths = [params.second_strength(second_steps, is_tiled=is_tiled) for is_tiled in (False, True)]
+            counts += [math.ceil(second_steps * strength) for strength in strengths]
+            further = {name: getattr(params, name) for name in ("hires_prompt", "hires_negative_prompt")}
+            prompts |= {name: (text,) for name, text in further.items() if text is not None}
+        judged = [min(max(count, 1), MAX_JUDGED_STEPS) for count in dict.fromkeys(counts)]
         texts: dict[str, str] = {}
-        for name, prompts in (
-            ("prompt", (self.prompt, *self.image_prompts)),
-            ("negative_prompt", (self.negative_prompt,)),
-        ):
-            each = (text for prompt in dict.fromkeys(prompts) for text in (prompt, *texts_read(prompt, name, counts)))
+        for name, of_field in prompts.items():
+            each = (text for prompt in dict.fromkeys(of_field) for text in (prompt, *texts_read(prompt, name, judged)))
             for number, text in enumerate(dict.fromkeys(each), start=1):
                 texts[name if number == 1 else f"{name}#{number}"] = text
         return texts
 
-    def prompt_of(self, image_index: int) -> str:
-        """Return the prompt of image ``image_index``."""
+    def prompt_of(self, image_index: int, *, is_second: bool = False) -> str:
+        """Return the prompt of image ``image_index``, for its first or its second pass (hires fix)."""
+        if is_second and self.diffusion.hires_prompt is not None:
+            return self.diffusion.hires_prompt
         return self.image_prompts[image_index] if self.image_prompts else self.prompt
+
+    def negative_of(self, *, is_second: bool) -> str:
+        """Return the negative prompt of the first or of the second pass (hires fix)."""
+        text = self.diffusion.hires_negative_prompt if is_second else None
+        return self.negative_prompt if text is None else text
 
     @property
     def num_painted(self) -> int:
@@ -453,6 +528,23 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     controlnets: tuple[Control, ...] = ()
     references: tuple[Reference, ...] = ()
     switch_at: float | None = None
+    hires_scale: float | None = None
+    hires_size: str | None = None
+    hires_strength: float | None = None
+    hires_steps: int | None = None
+    hires_upscaler: str = LANCZOS
+    hires_sampler: str | None = None
+    hires_schedule: str | None = None
+    hires_prompt: str | None = None
+    hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
+
+    @property
+    def has_hires(self) -> bool:
+        """Whether the image is enlarged and denoised again (hires fix)."""
+        return self.hires_scale is not None or self.hires_size is not None
 
     def recipe(self) -> dict[str, Any]:
         """Return the fields of the recipe, without those of subclasses, by name."""

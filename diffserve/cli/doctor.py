@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import DiffserveError
 from diffserve.disk_cache import DiskCache
 from diffserve.media.provenance import Marks
@@ -37,10 +38,11 @@ EXIT_PROBLEM = 1
 PROBE_BYTES = 1 << 16
 ROWS = (1, 2, 8)
 STEP_HEADINGS = ("rows", "TFLOP", "kernels", "activations", "at least")
+LARGE_HEADINGS = ("part", "memory")
 LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
-def run(settings: Settings, gpu: str | None = None) -> int:
+def run(settings: Settings, gpu: str | None = None, large: tuple[int, int] | None = None, tile_px: int = 0) -> int:
     """Print the report on standard output and return the exit code: 0, or 1 if ``diffserve serve`` would not start.
 
     Errors in loading the image model are raised after the other sections.
@@ -48,9 +50,11 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     Args:
         settings: The settings to report.
         gpu: Name of a GPU in ``runtime.dry_run`` to estimate the minimum step time for.
+        large: Width and height of an image whose memory is planned as well.
+        tile_px: Side of the tiles of that image; 0: no tiles.
 
     Raises:
-        DiffserveError: The GPU is unknown, or the model cannot be loaded.
+        DiffserveError: The GPU is unknown, the model cannot be loaded, or the image or its tiles do not fit.
     """
     from diffserve.runtime.dry_run import find_gpu
 
@@ -77,6 +81,9 @@ def run(settings: Settings, gpu: str | None = None) -> int:
             console, "memory", _memory(footprint, choice, settings.engine), headings=("part", "parameters", "weights")
         )
         _section(console, f"one step at {_size(footprint)}", _steps(footprint, roof), headings=STEP_HEADINGS)
+        if large is not None:
+            title = f"an image of {large[0]}x{large[1]}"
+            _section(console, title, _large_image(footprint, settings.engine, large, tile_px), headings=LARGE_HEADINGS)
         load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
         model = load(profile.path, device_map=settings.engine.device_map, profile=profile, cache=cache)
     _section(console, "model", _model(model, location_of(profile.path)))
@@ -94,7 +101,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
 
 def _start_problems(settings: Settings) -> Iterator[str]:
     """Yield the reasons for which ``diffserve serve`` would not start, apart from those of the image model."""
-    for key, check in (
+    for key, check_part in (
         ("text.model", _check_language_model),
         ("text.draft_model", _check_draft_model),
         ("text.rewriter_style", _check_style),
@@ -104,7 +111,7 @@ def _start_problems(settings: Settings) -> Iterator[str]:
         ("serve.devices", _check_devices),
     ):
         try:
-            check(settings)
+            check_part(settings)
         except DiffserveError as error:
             yield f"{key}: {error.message}"
 
@@ -269,6 +276,31 @@ def _memory(footprint: Footprint, choice: DeviceChoice, config: EngineConfig) ->
     for device in choice.devices:
         free = free_bytes(device)
         yield f"free on {device}", "", "unknown" if free is None else _mebibytes(free)
+
+
+def _large_image(
+    footprint: Footprint, config: EngineConfig, size: tuple[int, int], tile_px: int
+) -> Iterable[tuple[str, str]]:
+    """Yield the activations that an image of ``size`` needs, which come on top of weights and page pool."""
+    from diffserve.api.types import DiffusionParams
+    from diffserve.runtime.footprint import plan_large_image
+
+    multiple = footprint.model.info.size_multiple_px
+    for side in size:
+        advice = f"--size is {size[0]}x{size[1]}; each side must be a multiple of {multiple} px."
+        check(side > 0 and side % multiple == 0, advice, "--size")
+    plan = plan_large_image(footprint.model, config, size, DiffusionParams(tile_size=tile_px))
+    row = "row of the UNet"
+    if plan.tiles is not None:
+        yield "tiles", f"{plan.tiles.num_tiles} of {plan.tiles.tile_px[0]}x{plan.tiles.tile_px[1]}"
+        row = "row of the UNet, one tile"
+    yield row, _mebibytes(plan.row.peak_bytes)
+    yield "decoding, whole", _mebibytes(plan.decode.peak_bytes)
+    yield "decoding, smallest tiles", _mebibytes(plan.decode_tile.peak_bytes)
+    yield "encoding a start image", _mebibytes(plan.encode.peak_bytes)
+    base = footprint.weights_bytes + footprint.page_pool_bytes
+    yield "least in all, from text", _mebibytes(base + plan.from_text_bytes)
+    yield "least in all, from an image or with hires fix", _mebibytes(base + plan.from_image_bytes)
 
 
 def _size(footprint: Footprint) -> str:

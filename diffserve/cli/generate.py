@@ -19,16 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from diffserve.api import types
 from diffserve.api.bounds import check
 from diffserve.api.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
-from diffserve.api.fields import TemplateMode
+from diffserve.api.fields import HIRES, TemplateMode
 from diffserve.api.prompt_syntax import A1111, in_a1111
-from diffserve.api.sizes import SizePlan, fit_controls, fit_references, parse_size, plan_size
+from diffserve.api.sizes import SizePlan, fit_controls, fit_references, parse_size, plan_hires, plan_size
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
 from diffserve.media.images import decode_image, decode_mask, image_format_of
 from diffserve.media.infotext import seeds_text, write_infotext
 from diffserve.media.provenance import Marks
-from diffserve.media.start_picture import StartPicture
+from diffserve.media.start_picture import StartPicture, read_margins
 from diffserve.media.watermark import Kind
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.models.references import Reference
@@ -193,8 +193,15 @@ def check_quality(order: GenerateArguments) -> None:
 
 
 def _plan(order: GenerateArguments, engine: Engine, start: StartPicture | None) -> SizePlan:
-    size = parse_size(order.size)
-    return plan_size(engine.info, size) if start is None else start.plan(engine.info, size)
+    size, is_tiled = parse_size(order.size), bool(order.further.get("tile_size"))
+    if start is not None:
+        return start.plan(engine.info, size, is_tiled=is_tiled)
+    return plan_hires(engine.info, plan_size(engine.info, size, is_tiled=is_tiled), _hires_params(order))
+
+
+def _hires_params(order: GenerateArguments) -> types.DiffusionParams:
+    """Return parameters with the fields of hires fix only."""
+    return types.DiffusionParams(**{name: value for name, value in order.further.items() if name.startswith(HIRES)})
 
 
 def read_pictures(order: GenerateArguments) -> StartPicture | None:
@@ -215,7 +222,8 @@ def read_pictures(order: GenerateArguments) -> StartPicture | None:
             raise InvalidRequest(message, param="--mask")
         return None
     picture = decode_image(read_bytes(order.init, "--init"), name=f"--init {str(order.init)!r}")
-    return StartPicture(picture=picture, mask=mask, names=("--init", "--mask"))
+    start, margins = StartPicture(picture=picture, mask=mask, names=("--init", "--mask")), order.further.get("outpaint")
+    return start if margins is None else start.extended(read_margins(margins))
 
 
 def _read_adapted(order: GenerateArguments) -> _Adapted:
@@ -265,11 +273,11 @@ def _request(
         plan: Size to generate and to deliver. None: a draft at the native size that is only validated.
     """
     images = adapted.control_images
-    width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
+    width, height = (None, None) if plan is None else plan.start_px
     init, mask = (None, None) if start is None else (start.picture, start.mask)
     if plan is not None and width is not None and height is not None:
         init, mask = (None, None) if start is None else start.fitted(width, height)
-        images = fit_controls(adapted.controlnets, images, (plan.width_px, plan.height_px), (width, height))
+        images = fit_controls(adapted.controlnets, images, plan.recorded_px, (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
     solver: dict[str, Any] = {"sampler": order.sampler}
@@ -282,6 +290,7 @@ def _request(
         negative_prompt=order.negative,
         width_px=width,
         height_px=height,
+        hires_px=None if plan is None else plan.hires_px,
         num_images=order.num_images,
         best_of=order.best_of,
         init_image=init,
@@ -403,7 +412,7 @@ def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None
         kind=kind,
         image_format="png" if file == STDOUT else image_format_of(file),
         quality=JPEG_QUALITY,
-        infotext=write_infotext(result, width_px=plan.width_px, height_px=plan.height_px),
+        infotext=write_infotext(result, width_px=plan.recorded_px[0], height_px=plan.recorded_px[1]),
     )
     write_output(file, data)
     timings = result.timings

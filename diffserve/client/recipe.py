@@ -128,6 +128,19 @@ class ImageFields(TypedDict, total=False):
         micro_conditioning: Size conditioning of SDXL; by default the size of the image.
         refiner: Whether the refiner model runs the last steps.
         switch_at: Fraction of the steps at which the refiner takes over, by default 0.8.
+        hires_scale: Enlarge the finished image by this factor, 1 to 8, and denoise it again in part (hires fix).
+        hires_size: WIDTHxHEIGHT to enlarge the image to, instead of ``hires_scale``.
+        hires_strength: Denoising strength of the second pass, from 0 to 1, by default 0.4, or 0.1 with tiles.
+        hires_steps: Steps of the second pass; by default those of the first.
+        hires_upscaler: "lanczos" or "nearest".
+        hires_sampler: Sampler of the second pass; by default that of the first.
+        hires_schedule: Sigma schedule of the second pass; by default that of the first.
+        hires_prompt: Prompt of the second pass; by default that of the first.
+        hires_negative_prompt: Negative prompt of the second pass; by default that of the first.
+        tile_size: Run the UNet on overlapping tiles of this side in pixels, for images beyond the model's largest side;
+            0 turns it off.
+        tile_overlap: Least overlap of the tiles in pixels; by default a quarter of ``tile_size``.
+        outpaint: LEFT,TOP,RIGHT,BOTTOM: pixels to add around the start image and to generate.
         best_of: Generate this many images and return the ``n`` with the highest scores, the best first.
         output_format: File format.
         output_compression: Quality of lossy formats, from 0 to 100.
@@ -169,6 +182,18 @@ class ImageFields(TypedDict, total=False):
     micro_conditioning: SizeFields
     refiner: bool
     switch_at: float
+    hires_scale: float
+    hires_size: str
+    hires_strength: float
+    hires_steps: int
+    hires_upscaler: str
+    hires_sampler: str
+    hires_schedule: str
+    hires_prompt: str
+    hires_negative_prompt: str
+    tile_size: int
+    tile_overlap: int
+    outpaint: str
     best_of: int
     output_format: Literal["png", "jpeg", "webp"]
     output_compression: int
@@ -301,6 +326,18 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     strength: float | None = None
     refiner: str | None = None
     switch_at: float | None = None
+    hires_scale: float | None = None
+    hires_size: str | None = None
+    hires_strength: float | None = None
+    hires_steps: int | None = None
+    hires_upscaler: str = "lanczos"
+    hires_sampler: str | None = None
+    hires_schedule: str | None = None
+    hires_prompt: str | None = None
+    hires_negative_prompt: str | None = None
+    tile_size: int | None = None
+    tile_overlap: int | None = None
+    outpaint: str | None = None
     size: str
     output_format: str
     quality: str

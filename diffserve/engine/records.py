@@ -28,11 +28,13 @@ class Stage(enum.Enum):
 
     ::
 
-        image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE; of a best-of SCORING -> DONE at the end
+        image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE; of a best-of SCORING -> DONE at the end;
+               with hires fix DECODING -> ENLARGING -> DENOISING once
         text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it is preempted
 
     WAITING    has no slot, or no pages
     FOLLOWING  waits for the first text of its request, which computes the shared prompt, or for an equal image
+    ENLARGING  has a slot, and the image of its first pass, from which the second will start
     SCORING    is finished, holds no memory, and waits for the scorer
     """
 
@@ -41,6 +43,7 @@ class Stage(enum.Enum):
     RUNNING = "running"
     DENOISING = "denoising"
     DECODING = "decoding"
+    ENLARGING = "enlarging"
     SCORING = "scoring"
     DONE = "done"
 

@@ -13,12 +13,12 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import REQUEST_FIELDS, SHARED_FIELDS, NoiseSource
+from diffserve.api.fields import HIRES, REQUEST_FIELDS, SHARED_FIELDS, NoiseSource
 from diffserve.api.types import ImageResult
 from diffserve.models.loras import with_tags
 from diffserve.version import __version__
@@ -50,7 +50,8 @@ RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
 _BY_TABLE: Final = tuple(
     name
     for name, field in REQUEST_FIELDS.items()
-    if field.label and (name == "strength" or (name in SHARED_FIELDS and name != "noise_source"))
+    if field.label
+    and (name == "strength" or (name in SHARED_FIELDS and name != "noise_source" and not name.startswith(HIRES)))
 )
 """Request fields whose text is their number or numbers."""
 
@@ -93,52 +94,41 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
         return (f"The parameters contain {', '.join(texts)}{ending}, not of the form 'Key: value'; this was ignored.",)
 
 
-class FirstPass(NamedTuple):
-    """Result of the first of two passes (A1111's hires fix), and the upscaler between the passes."""
-
-    result: ImageResult
-    width_px: int
-    height_px: int
-    upscaler: str
-
-
-def write_infotext(result: ImageResult, *, width_px: int, height_px: int, first: FirstPass | None = None) -> str:
+def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str:
     """Write the ``parameters`` text of ``result``.
 
     Args:
         result: The result to describe.
-        width_px: Width of the delivered image, which may have been generated at another size.
-        height_px: Height of the delivered image.
-        first: The first pass, if ``result`` is from the second pass of a hires fix.
+        width_px: Width of the delivered image, which may have been generated at another size; with hires fix the
+            requested width of the first pass.
+        height_px: Height, likewise.
     """
-    if first is not None:
-        return _write_two_passes(result, width_px, height_px, first)
     lines, fields = _lines_and_fields(result, width_px, height_px)
     return "\n".join([*lines, _last_line(fields)])
 
 
-def _write_two_passes(result: ImageResult, width_px: int, height_px: int, first: FirstPass) -> str:
-    lines, fields = _lines_and_fields(first.result, first.width_px, first.height_px)
-    second_lines, second_fields = _lines_and_fields(result, width_px, height_px)
-    scale = width_px / first.width_px
-    changed_keys = [key for key in ("Sampler", "Schedule type") if second_fields[key] != fields[key]]
-    is_even = round(first.height_px * scale) == height_px
-    fields |= {
-        "Denoising strength": second_fields["Denoising strength"],
-        "Hires upscale": _number_text(scale) if is_even else None,
-        "Hires resize": None if is_even else f"{width_px}x{height_px}",
-        "Hires steps": result.num_steps,
-        "Hires upscaler": first.upscaler,
-        **{f"Hires {key.lower()}": second_fields[key] for key in changed_keys},
-        "Hires prompt": None if second_lines[0] == lines[0] else second_lines[0],
+def _hires_fields(result: ImageResult) -> dict[str, object]:
+    """Return the fields of hires fix, in A1111's order; empty for an image without a second pass."""
+    if not result.has_hires:
+        return {}
+    sampler, schedule = result.hires_sampler, result.hires_schedule
+    return {
+        "Denoising strength": None if result.hires_strength is None else _number_text(result.hires_strength),
+        "Hires upscale": None if result.hires_scale is None else _number_text(result.hires_scale),
+        "Hires resize": result.hires_size,
+        "Hires steps": result.num_steps if result.hires_steps is None else result.hires_steps,
+        "Hires sampler": sampler and (SAMPLERS[sampler].label if sampler in SAMPLERS else sampler),
+        "Hires schedule type": schedule and SCHEDULE_LABELS.get(schedule, schedule),
+        "Hires upscaler": result.hires_upscaler.capitalize(),
+        "Hires prompt": _without_control_characters(result.hires_prompt or "") or None,
+        "Hires negative prompt": _without_control_characters(result.hires_negative_prompt or "") or None,
     }
-    return "\n".join([*lines, _last_line(fields)])
 
 
 def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tuple[list[str], dict[str, object]]:
     """Return the lines of the prompts, and the fields of the last line; fields that are None are left out."""
     painted = result.picture
-    resized = (painted.width_px, painted.height_px) != (width_px, height_px)
+    resized = (painted.width_px, painted.height_px) != (width_px, height_px) and not result.has_hires
     controls = {f"ControlNet {index}": control.label for index, control in enumerate(result.controlnets)}
     references = {
         f"Reference {index}": reference.label(result.reference_digests.get(reference.name, ""))
@@ -155,6 +145,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Model": result.model,
         "Variation seed": result.variation_seed,
         **{REQUEST_FIELDS[name].label: _field_text(result, name) for name in _BY_TABLE},
+        **_hires_fields(result),
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,
         "Micro conditioning": result.micro_conditioning,
@@ -266,6 +257,8 @@ def _field_text(result: ImageResult, name: str) -> str | None:
         default = (SAMPLERS[result.sampler].default_eta or 0.0) if result.sampler in SAMPLERS else 0.0
     if value is None or value == default:
         return None
+    if isinstance(value, str):
+        return value
     return _number_text(*(value if isinstance(value, tuple) else (value,)))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -18,6 +20,34 @@ from diffserve.media.images import resize, stretch
 
 FEATHER: Final = 4 / 512
 """Blur radius of the mask edge, as a fraction of the shorter side; A1111 uses 4 pixels of 512."""
+
+
+BAND: Final = 1 / 32
+"""Width of the band in which outpainting blends old and new pixels, as a fraction of the shorter side of the canvas."""
+
+MIN_BAND_PX: Final = 8
+FILL_NOISE: Final = 24.0
+"""Standard deviation of the noise in the area that outpainting adds, of 255."""
+
+MAX_MARGIN_PX: Final = 2048
+_MARGINS: Final = re.compile(r"\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*")
+
+
+def read_margins(text: str) -> tuple[int, int, int, int]:
+    """Parse ``outpaint``, "LEFT,TOP,RIGHT,BOTTOM" in pixels.
+
+    Raises:
+        InvalidRequest: The text is something else, all margins are 0, or one is above ``MAX_MARGIN_PX``.
+    """
+    match = _MARGINS.fullmatch(text)
+    advice = "write LEFT,TOP,RIGHT,BOTTOM in pixels, for example 0,0,128,0"
+    if match is None:
+        raise InvalidRequest(f"outpaint is {text[:40]!r}; {advice}.", param="outpaint")
+    left, top, right, bottom = map(int, match.groups())
+    margins = left, top, right, bottom
+    is_inside = 0 < max(margins) <= MAX_MARGIN_PX
+    check(is_inside, f"outpaint is {text[:40]!r}; give at least one margin, of at most {MAX_MARGIN_PX} px.", "outpaint")
+    return margins
 
 
 def check_large_enough(picture: Picture, name: str) -> None:
@@ -65,6 +95,7 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
         min_side_px: int = MIN_SIDE_PX,
         max_side_px: int = MAX_SIDE_PX,
         may_shrink: bool = False,
+        is_tiled: bool = False,
     ) -> SizePlan:
         """Plan the size at which the image is generated.
 
@@ -74,17 +105,21 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
             min_side_px: Minimum length of a side.
             max_side_px: Maximum length of a side.
             may_shrink: Whether to scale an input image into these limits; ``size`` is never changed.
+            is_tiled: See ``plan_size``.
 
         Raises:
             InvalidRequest: The size is outside the limits.
         """
+        plan = partial(
+            plan_size, info, min_side_px=min_side_px, max_side_px=max_side_px, may_pad=False, is_tiled=is_tiled
+        )
         if size is not None:
-            return plan_size(info, size, min_side_px=min_side_px, max_side_px=max_side_px, may_pad=False)
+            return plan(size)
         size = self.picture.width_px, self.picture.height_px
         if may_shrink:
             size = _fit_within(*size, min_side_px, max_side_px)
         try:
-            return plan_size(info, size, min_side_px=min_side_px, max_side_px=max_side_px, may_pad=False)
+            return plan(size)
         except InvalidRequest as error:
             name = self.names[0]
             raise InvalidRequest(f"of {name}, the {error.message} Give another size.", param=name) from None
@@ -111,6 +146,34 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
         vertical = _grow(*vertical, round(width / aspect), self.picture.height_px)
         region = (horizontal[0], vertical[0], horizontal[1], vertical[1])
         return msgspec.structs.replace(self, region=region)
+
+    def extended(self, margins: tuple[int, int, int, int]) -> StartPicture:
+        """Return a copy on a larger canvas whose new area is to be generated (outpainting).
+
+        The new area has the colors of the nearest edge, with Gaussian noise of ``FILL_NOISE``. The mask is that area,
+        an equal band inside the edges that are extended, in which the old and the new blend, and the mask of ``self``.
+
+        Args:
+            margins: Pixels to add on the left, at the top, on the right and at the bottom.
+        """
+        left, top, right, bottom = margins
+        sides = ((top, bottom), (left, right))
+        pixels = np.pad(self.picture.array, (*sides, (0, 0)), mode="edge").astype(np.float32)
+        height, width = pixels.shape[:2]
+        band = max(MIN_BAND_PX, math.ceil(BAND * min(width, height)))
+        inner = np.zeros((height, width), np.uint8)  # 255 inside the old picture
+        inner[top : height - bottom, left : width - right] = 255
+        kept = inner.copy()
+        kept[: top + band] *= not top
+        kept[height - bottom - band :] *= not bottom
+        kept[:, : left + band] *= not left
+        kept[:, width - right - band :] *= not right
+        noise = np.random.default_rng(0).normal(0.0, FILL_NOISE, pixels.shape).astype(np.float32)
+        filled = np.where(inner[..., None] > 0, pixels, np.rint(pixels + noise).clip(0, 255)).astype(np.uint8)
+        mask = 255 - kept
+        if self.mask is not None:
+            mask = np.maximum(mask, np.pad(self.mask.array, sides))
+        return msgspec.structs.replace(self, picture=Picture.from_array(filled), mask=Picture.from_array(mask))
 
     def _crop_region(self, picture: Picture) -> Picture:
         if self.region is None:

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from diffserve.api.types import ModelProfile
+from diffserve.api.tiles import TileLayout, tiles_of
+from diffserve.api.types import DiffusionParams, ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.loading.components import build
@@ -24,7 +25,7 @@ from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.pruning import shrink, widths_of
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.runtime.unet.unet import UNetRunner
-from diffserve.runtime.vae.vae import VAERunner, encode_moments
+from diffserve.runtime.vae.vae import TILE_SHARES, VAERunner, encode_moments, tile_side
 from diffserve.settings.config import EngineConfig
 
 
@@ -82,6 +83,58 @@ def footprint_of(
         decode=decode_work(model, size),
         shallow=None if features is None else step_work(model, conditioner, size, 1, features),
         feature_bytes=0 if features is None else features.nbytes,
+    )
+
+
+@dataclass(frozen=True)
+class LargeImage:
+    """Activations of a guided image of one size, by dry runs.
+
+    Attributes:
+        size: Width and height in pixels.
+        tiles: Tiles on which the UNet runs; ``None``: it runs on the entire image.
+        row: Work of a UNet row: of a tile, or of the entire image.
+        decode: Work of decoding the image whole.
+        decode_tile: Work of decoding the smallest tile in which the VAE decodes where memory is short.
+        encode: Work of encoding a start image, or the image between the passes of hires fix; it is not tiled.
+    """
+
+    size: tuple[int, int]
+    tiles: TileLayout | None
+    row: Work
+    decode: Work
+    decode_tile: Work
+    encode: Work
+
+    @property
+    def from_text_bytes(self) -> int:
+        """Least bytes of an image from text: a UNet call of one row, or a tile of the VAE."""
+        return max(self.row.peak_bytes, self.decode_tile.peak_bytes)
+
+    @property
+    def from_image_bytes(self) -> int:
+        """Least bytes of an image that starts from an image, which has to be encoded."""
+        return max(self.from_text_bytes, self.encode.peak_bytes)
+
+
+def plan_large_image(
+    model: DiffusionModel, config: EngineConfig, size: tuple[int, int], params: DiffusionParams
+) -> LargeImage:
+    """Return the activations of an image of ``size`` (width, height) with the tiles of ``params``; ``model`` is meta.
+
+    Raises:
+        InvalidRequest: The tiles do not fit.
+    """
+    tiles, (height, width) = tiles_of(params, model.info, *size), _cells(model, size)
+    sides = [min(side, tile_side(side, TILE_SHARES[-1])) * model.vae.factor for side in (width, height)]
+    conditioner = make_conditioner(model, config, is_exact=False)
+    return LargeImage(
+        size,
+        tiles,
+        row=step_work(model, conditioner, size if tiles is None else tiles.tile_px, 1),
+        decode=decode_work(model, size),
+        decode_tile=decode_work(model, (sides[0], sides[1])),
+        encode=encode_work(model, size),
     )
 
 

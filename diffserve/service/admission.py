@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,10 +18,12 @@ from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
 from diffserve.api.pace import Pace
 from diffserve.api.prompt_schedule import num_parts
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.api.sizes import row_cost, step_cost
+from diffserve.api.sizes import enlarged_px, row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
+from diffserve.api.tiles import tiles_of
 from diffserve.api.types import (
     Cancelled,
+    DiffusionParams,
     Failed,
     Finished,
     GenerationRequest,
@@ -352,19 +354,45 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     """Estimate the cost of ``request`` in UNet rows of the native size of ``info``, or of the model ``unit``."""
     params, _ = begin_with_loras(request.diffusion)
     num_steps = num_steps_of(params, info)
-    evaluations_per_step = 1
-    if not is_learned(params.sampler):
-        evaluations_per_step = SAMPLERS[resolve_sampler(params.sampler or info.default_sampler)[0]].evaluations_per_step
-    scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-    full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
-    num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
-    cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
-    parts = [num_parts(prompt) for prompt in request.image_prompts or (request.prompt,)]
-    rows = sum(count + (scale > 1.0 or count > 1) for count in parts) / len(parts)
-    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=rows, row_cost=cost)
+    size = request.width_px or native_width_px, request.height_px or native_height_px
+    prompts = request.image_prompts or (request.prompt,)
+    work = num_steps * _evaluations_per_step(params.sampler, info) * _step_cost(params, info, size, prompts)
+    second_px = request.hires_px or enlarged_px(params, *size)
+    if second_px is not None:  # the second pass of hires fix
+        second_steps = params.hires_steps or num_steps
+        per_step = _evaluations_per_step(params.hires_sampler or params.sampler, info)
+        is_tiled = tiles_of(params, info, *second_px, is_second=True) is not None
+        second_prompts = prompts if params.hires_prompt is None else (params.hires_prompt,)
+        step = _step_cost(params, info, second_px, second_prompts, is_second=True)
+        work += params.second_strength(second_steps, is_tiled=is_tiled) * second_steps * per_step * step
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * num_steps * evaluations_per_step * step * row
+    return request.num_painted * work * row
+
+
+def _step_cost(
+    params: DiffusionParams,
+    info: ModelInfo,
+    size: tuple[int, int],
+    prompts: Sequence[str],
+    *,
+    is_second: bool = False,
+) -> float:
+    """Return the mean work of one evaluation of images of this size and ``prompts``, with all rows and tiles."""
+    scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
+    parts = [num_parts(prompt) for prompt in prompts]
+    num_rows = sum(count + (scale > 1.0 or count > 1) for count in parts) / len(parts)
+    num_controls = sum(control.end - control.start for control in params.controlnets)
+    full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
+    tiles = tiles_of(params, info, *size, is_second=is_second)
+    cost = row_cost(info, *size) if tiles is None else tiles.num_tiles * row_cost(info, *tiles.tile_px)
+    return step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=num_rows, row_cost=cost)
+
+
+def _evaluations_per_step(sampler: str | None, info: ModelInfo) -> int:
+    if is_learned(sampler):
+        return 1
+    return SAMPLERS[resolve_sampler(sampler or info.default_sampler)[0]].evaluations_per_step
 
 
 def _size_of_row(info: ModelInfo) -> float:

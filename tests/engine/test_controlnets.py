@@ -132,9 +132,23 @@ def test_a_picture_that_is_repainted_goes_by_controlnets_too(make: MakeEngine, t
     assert np.abs(latents(result) - reference).max() < TOLERANCE
 
 
+def test_a_second_pass_and_tiles_follow_the_control_image(make: MakeEngine) -> None:
+    engine = make()
+    for fields in ({"hires_scale": 1.5, "hires_strength": 0.9}, {"width_px": 96, "height_px": 96, "tile_size": 64}):
+        size = 96 if "width_px" in fields else 64
+        images = [
+            engine.generate(controlled(Control("edges"), control_images=(control_map(seed, size, size),), **fields))[0]
+            for seed in (1, 2)
+        ]
+        [without] = engine.generate(controlled(**fields))
+        assert np.abs(latents(images[0]) - latents(images[1])).max() > 0.01
+        assert np.abs(latents(images[0]) - latents(without)).max() > 0.01
+
+
 def company() -> list[GenerationRequest]:
     """Return requests with none, one and two ControlNets, with different intervals, and with adapters."""
     once, half = Control("edges"), Control("depth", 0.7, 0.0, 0.5)
+    large = control_map(9, 96, 96)
     return [
         controlled(once, seed=1, num_steps=2),
         controlled(seed=2, num_steps=2),
@@ -143,6 +157,8 @@ def company() -> list[GenerationRequest]:
         controlled(Control("edges", 0.4, 0.4), once, seed=5, sampler="euler", guidance_scale=1.0),
         controlled(half, seed=6, num_steps=2, prompt="the dog", sampler="dpmpp_2m"),
         controlled(seed=7, num_steps=2, prompt="cat <lora:queries>"),
+        controlled(once, seed=8, num_steps=2, prompt="cat <lora:queries>", hires_scale=1.5, hires_strength=0.9),
+        controlled(once, seed=9, num_steps=2, width_px=96, height_px=96, tile_size=64, control_images=(large,)),
     ]
 
 

@@ -145,6 +145,8 @@ def test_pictures_of_both_networks_share_ticks_and_none_depends_on_another(
         image_request("sdxl", "euler_a", seed=7, switch_at=0.0, num_steps=2),
         image_request("sdxl", "ddim", seed=8, switch_at=0.6, cache_interval=2, num_steps=5),
         image_request("sdxl", "ddim", seed=9, switch_at=0.5, num_steps=4, prompt="cat <lora:everything>"),
+        image_request("sdxl", "ddim", seed=10, switch_at=0.5, num_steps=4, hires_scale=1.5, hires_strength=0.8),
+        image_request("sdxl", "ddim", seed=11, switch_at=0.5, num_steps=4, width_px=96, height_px=96, tile_size=64),
     ]
     engine = engine_of(ensemble, cross_attention=cross_attention)
     alone = [engine.generate(request)[0] for request in (*judged, *other_requests)]

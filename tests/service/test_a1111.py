@@ -148,7 +148,7 @@ def test_interrupted_task_answers_with_the_unfinished_image_of_the_pass_it_is_in
     second = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 900, "denoising_strength": 1.0}
     with ThreadPoolExecutor(1) as pool:
         painting = pool.submit(post, server, "txt2img", first | second)
-        while server.client.get("/sdapi/v1/progress").json()["progress"] <= 0.5:
+        while server.client.get("/sdapi/v1/progress").json()["progress"] <= 0.01:
             assert not painting.done(), painting.result().text
         post(server, how, {})
         answer = painting.result(timeout=60)
@@ -223,7 +223,7 @@ SMALL = in_base64(picture(64, 64))
         ("txt2img", {"prompt": "a fox", "width": 9, "height": 9}, "size is 9x9; each side must lie between"),
         ("txt2img", {"prompt": "a fox", "infotext": "Steps: x, Sampler: y, Seed: z"}, "a value in the infotext cannot"),
         ("txt2img", {"prompt": "a fox", "override_settings": {"sd_model_checkpoint": "x"}}, 'there is no model "x"'),
-        ("txt2img", {"prompt": "a fox", "enable_hr": True}, "enable_hr needs width and height"),
+        ("txt2img", {"prompt": "a fox", "enable_hr": True, "hr_resize_x": 96}, "hr_resize_x and hr_resize_y are given"),
         (
             "txt2img",
             {"prompt": "a", "alwayson_scripts": {"ControlNet": {"args": [{"model": "e"}]}}},
@@ -306,7 +306,7 @@ def test_styles_are_read_as_a1111_writes_them(tmp_path: Path) -> None:
 
 def test_infotext_fills_what_a_request_leaves_out() -> None:
     text = "a fox\nNegative prompt: dog\nSteps: 9, Sampler: Euler a, Schedule type: Karras, Seed: 3, Size: 64x96"
-    _, body, _ = convert_body(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
+    _, body = convert_body(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
     assert (body.prompt, body.negative_prompt, body.num_inference_steps) == ("a fox", "dog", 4)
     assert (body.sampler, body.scheduler, body.seed, body.width, body.height) == ("Euler a", "Karras", 3, 64, 96)
     assert body.model_dump()["clip_skip"] == 2
@@ -359,7 +359,7 @@ def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: 
 
 def test_a1111_settings_bound_the_noise_levels_and_0_means_the_default() -> None:
     settings = {"sigma_min": 0.1, "sigma_max": 0}
-    _, body, _ = convert_body(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, [])
+    _, body = convert_body(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, [])
     fields = body.model_dump(exclude_none=True)
     assert fields["sigma_min"] == 0.1
     assert "sigma_max" not in fields

@@ -22,6 +22,7 @@ from diffserve.client import ImageCapabilities
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.infotext import parse_infotext, write_infotext
 from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, request_of
+from diffserve.media.upscaling import UPSCALERS
 from diffserve.service.images.schemas import GenerateBody
 from schedulers import SAMPLERS, SPACINGS
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
@@ -51,8 +52,26 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "switch_at": share,
     "noise_source": st.sampled_from(["cpu", "device"]),
     "spacing": st.sampled_from(sorted(SPACINGS)),
+    "tile_size": st.integers(0, 2048),
+    "tile_overlap": st.integers(0, 2048),
+    "outpaint": st.sampled_from(["0,0,64,0", "8,16,24,32"]),
 }
 """A value of each recorded field that is written; the size is that of the picture."""
+
+HIRES_VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "hires_strength": share,
+    "hires_steps": st.integers(1, 1000),
+    "hires_upscaler": st.sampled_from(sorted(UPSCALERS)),
+    "hires_sampler": st.sampled_from(sorted(SAMPLERS)),
+    "hires_schedule": st.sampled_from(["karras", "exponential", "sgm_uniform", "simple", "beta"]),
+    "hires_prompt": st.sampled_from(["a fox, red: sharp", "a dog"]),
+    "hires_negative_prompt": st.sampled_from(["blurred, dark", "a dog"]),
+}
+HIRES_SIZES: Final = (
+    st.fixed_dictionaries({"hires_scale": st.floats(1.0, 8.0)}),
+    st.fixed_dictionaries({"hires_size": st.sampled_from(["640x480", "1024x1024"])}),
+)
+"""Hires fix is recorded only for images from text, and with one of two sizes."""
 
 RESULT_NAMES: Final = {"num_inference_steps": "num_steps"}
 IN_THE_PROMPT: Final = frozenset({"loras"})
@@ -71,8 +90,9 @@ def result_with(**fields: Any) -> ImageResult:
 
 
 def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() -> None:
-    assert set(KEYS) - {"size"} == set(VALUES), "say above which values a new recorded field has"
-    recorded = {RESULT_NAMES.get(name, name) for name in KEYS}
+    hires = {"hires_scale", "hires_size", *HIRES_VALUES} - {"hires_strength"}  # recorded as the denoising strength
+    assert set(KEYS) - {"size"} == set(VALUES) | hires, "say above which values a new recorded field has"
+    recorded = {RESULT_NAMES.get(name, name) for name in KEYS} | {"hires_strength"}
     assert set(DenoisingRecipe.__struct_fields__) - recorded == IN_THE_PROMPT | NEEDS_A_PICTURE, (
         "a recipe has a new field"
     )
@@ -81,12 +101,28 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         refiner="sdxl", score=1.0, interrupted_after=3, original_prompt="fox", strength=0.5, switch_at=0.8,
         variation_seed=1, variation_strength=0.5, eta=0.5, guidance_interval=(0.2, 0.8), clip_skip=2, cache_interval=2,
         guidance_rescale=0.5, sigma_schedule="karras", sigma_min=0.03, sigma_max=9.0,
-        micro_conditioning=MicroConditioning(original_size=(640, 480)),
+        micro_conditioning=MicroConditioning(original_size=(640, 480)), tile_size=64, tile_overlap=8,
+        outpaint="0,0,64,0",
+    )  # fmt: skip
+    enlarged = msgspec.structs.replace(
+        result, hires_scale=2.0, hires_size="640x480", hires_strength=0.5, hires_sampler="ddim", hires_steps=5,
+        hires_schedule="karras", hires_prompt="a", hires_negative_prompt="b",
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
+    written |= parse_infotext(write_infotext(enlarged, width_px=128, height_px=192)).fields
     unused = {"ControlNet 0", "Sampler hash"}
     assert set(written) == set(KEYS.values()) | NOT_REPEATED - unused, "the writer has a new key"
     assert set(KEYS) - {"strength"} <= set(GenerateBody.model_fields)
+
+
+@given(st.one_of(*HIRES_SIZES), st.fixed_dictionaries(HIRES_VALUES))
+def test_a_written_second_pass_is_read_as_the_same_request(size: dict[str, Any], fields: dict[str, Any]) -> None:
+    text = write_infotext(result_with(**size, **fields), width_px=64, height_px=96)
+    recorded, warnings = request_of(parse_infotext(text))
+    assert warnings == ()
+    expected = size | fields
+    read = {name: value for name, value in recorded.items() if name.startswith("hires_")}
+    assert read == expected | {"hires_sampler": SAMPLERS[fields["hires_sampler"]].label}
 
 
 @given(st.fixed_dictionaries({}, optional=VALUES))
@@ -270,12 +306,13 @@ def test_an_invalid_recipe_value_is_reported() -> None:
 
 def test_values_that_cannot_be_reproduced_are_reported() -> None:
     text = "a fox\nSteps: 2, Seed: 1, Size: 64x64, Hires upscale: 2, VAE: other, Denoising strength: 0.5"
-    assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text)).warnings] == [
+    assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text), has_start=True).warnings] == [
         "The image was enlarged in a second pass (hires fix)",
         "The parameters have VAE",
     ]
-    [warning] = request_of(parse_infotext(text), has_second_pass=True).warnings
+    fields, [warning] = request_of(parse_infotext(text))
     assert "VAE" in warning
+    assert (fields["hires_scale"], fields["hires_strength"]) == (2.0, 0.5)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_image_chat_and_rewrite_bodies_have_priority_and_deadline(
         parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | fields)), INFO, CONFIG, "img-1"
     )
     assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
-    _, response, _ = convert_body(
+    _, response = convert_body(
         parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
     )
     assert response.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
@@ -137,18 +137,17 @@ def test_embeddings_past_their_deadline_are_refused_with_the_expected_time() -> 
             backlog.check_deadline(8.0, 3.0)
 
 
-def test_a_polled_job_reports_the_time_until_its_last_image_and_its_second_pass() -> None:
+def test_a_polled_job_reports_the_time_until_its_last_image() -> None:
     asyncio.run(_poll())
 
 
 async def _poll() -> None:
-    job = PolledJob("one", "task", num_images=2, further=0.5, write=encode_image)
+    job = PolledJob("one", "task", num_images=2, write=encode_image)
     assert job.seconds_left == 0.0
     job.watch(Accepted(request_id="a", seed=1, num_images=2, queue_position=0, seconds_left=8.0))
-    assert job.seconds_left == pytest.approx(12.0, abs=0.5)
+    assert job.seconds_left == pytest.approx(8.0, abs=0.5)
     far = Progress(request_id="a", image_index=0, step_index=1, num_steps=4, seconds_left=2.0, request_seconds_left=6.0)
     job.watch(far)
-    assert job.seconds_left == pytest.approx(9.0, abs=0.5)
-    job.next_pass()
-    job.watch(msgspec.structs.replace(far, request_id="b", request_seconds_left=3.0), 1)
+    assert job.seconds_left == pytest.approx(6.0, abs=0.5)
+    job.watch(msgspec.structs.replace(far, request_seconds_left=3.0))
     assert job.seconds_left == pytest.approx(3.0, abs=0.5)

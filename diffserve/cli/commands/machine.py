@@ -19,14 +19,21 @@ def doctor(
         str | None,
         typer.Option(help="Estimate the minimum step time on a GPU that need not be present: h100, l4, rtx4090..."),
     ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Also plan the memory of an image of this size.", metavar="WxH")
+    ] = None,
+    tile_size: Annotated[
+        int, typer.Option("--tile-size", help="With --size: side of its tiles in pixels; 0: none.", metavar="PX")
+    ] = 0,
 ) -> int:
     """Check this machine, the model and the settings.
 
     The report shows device, precision, model, memory of each part, and the source of each setting.
     """
+    from diffserve.api.sizes import parse_size
     from diffserve.cli.doctor import run
 
-    return run(settings.load(), gpu)
+    return run(settings.load(), gpu, None if size is None else parse_size(size), tile_size)
 
 
 @with_settings(

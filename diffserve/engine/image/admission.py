@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import FULL_INTERVAL, NoiseSource
+from diffserve.api.fields import FULL_INTERVAL, HIRES, REQUEST_FIELDS, NoiseSource
 from diffserve.api.prompt_schedule import num_parts
 from diffserve.api.prompt_syntax import unserved_constructs
-from diffserve.api.sizes import row_cost
+from diffserve.api.sizes import enlarged_px, on_grid_px, row_cost
+from diffserve.api.tiles import TileLayout, tiles_of
 from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.caches import SKIPS
-from diffserve.engine.image.prompt_steps import PromptSchedule, schedule_prompts
+from diffserve.engine.image.prompt_steps import schedule_prompts
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
+from diffserve.media.upscaling import check_upscaler
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
-from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
+from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora, read_tags
 from diffserve.models.profiles import begin_with_loras
 from diffserve.models.references import Reference
 from diffserve.models.vocabulary import warn_of_unknown
@@ -64,6 +66,26 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
 }
 """The request field and the code for each way a table cannot be compiled."""
 
+HIRES_FIELDS = tuple(name for name in REQUEST_FIELDS if name.startswith(HIRES))
+HIRES_PARAMS = {
+    "sampler": "hires_sampler",
+    "sigma_schedule": "hires_schedule",
+    "spacing": "hires_schedule",
+    "num_inference_steps": "hires_steps",
+    "strength": "hires_strength",
+}
+"""The fields of the second pass in place of those of the first."""
+
+SECOND_PASS_ELSEWHERE = (
+    "hires_scale and hires_size are not supported where another process decodes the images (engine.stage): leave them "
+    "out."
+)
+
+MAX_TILED_SIDE_PX = 4096
+"""Largest side of an image whose UNet rows are tiles."""
+
+Tiles = TileLayout | None
+
 
 class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
@@ -71,9 +93,11 @@ class ImageAdmission:
     Args:
         defaults: The profile's sigma schedule and eta, which belong to its sampler; another sampler does not use them.
         keeps_latents: Whether images may start from those of similar prompts.
+        may_decode: Whether this process decodes images, which the second pass of hires fix needs.
         noise_source: Noise source of requests without one.
         check_room: Raises InvalidRequest for a width and a height that can never fit into memory. Further arguments are
-            whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
+            whether an init image is encoded, whether ControlNets are active, whether the refiner is, and the width and
+            height of the tiles, if there are any.
         check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
         check_controlnets: Returns a digest of ControlNets.
         check_references: Returns references with the full names of their adapters, and a digest.
@@ -88,8 +112,9 @@ class ImageAdmission:
         defaults: DiffusionParams | None = None,
         *,
         keeps_latents: bool = False,
+        may_decode: bool = True,
         noise_source: NoiseSource = "cpu",
-        check_room: Callable[[int, int, bool, bool, bool], None] = lambda *_: None,
+        check_room: Callable[[int, int, bool, bool, bool, tuple[int, int] | None], None] = lambda *_: None,
         check_loras: Callable[[tuple[Lora, ...]], CheckedLoras] = lambda _: NO_LORAS,
         check_controlnets: Callable[[tuple[Control, ...]], bytes] = lambda _: b"",
         check_references: Callable[[tuple[Reference, ...]], tuple[tuple[Reference, ...], bytes]] = lambda refs: (
@@ -102,6 +127,7 @@ class ImageAdmission:
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
         self._keeps_latents = keeps_latents
+        self._may_decode = may_decode
         self._noise_source = noise_source
         self._scheduler_config = dict(scheduler_config)
         self._check_room = check_room
@@ -163,8 +189,7 @@ class ImageAdmission:
             warnings += check_learned(params, learned.sampler, strength, scale)
         rows = self._row_settings(params, num_steps, strength, scale)
         table, switch = rows["table"], rows["switch_row"]
-        prompts = schedule_prompts(request, table, is_guided=rows["guided"].any() or num_parts(request.prompt) > 1)
-        rows |= self._composed(prompts, params, rows, scale)
+        rows |= self._composed(request.prompt, request.negative_prompt, params, rows, scale)
         guided = rows["guided"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
             warnings += (
@@ -209,6 +234,11 @@ class ImageAdmission:
         if params.references:
             recipe["references"], reference_digest = self._check_references(params.references)
         recipe["strength"] = None if request.init_image is None else strength
+        no_image = f"outpaint is {params.outpaint!r} without a start image to extend; give one, or leave it out."
+        check(params.outpaint is None or request.mask_image is not None, no_image, "outpaint")
+        tiles = tiles_of(params, info, width_px, height_px)
+        if tiles is None and params.tile_overlap is not None and not params.tile_size and not params.has_hires:
+            warnings += ("tile_overlap has no effect without tile_size.",)
         settings = GenerationSettings(
             width_px=width_px,
             height_px=height_px,
@@ -218,25 +248,96 @@ class ImageAdmission:
             reference_digest=reference_digest,
             sampler_digest=sampler_digest,
             shallow_share=info.shallow_share or 1.0,
-            row_cost=row_cost(info, width_px, height_px),
+            tiles=tiles,
+            row_cost=row_cost(info, *(_call_px(tiles) or (width_px, height_px))),
             **recipe,
             **rows,
         )
         if params.similarity_threshold is not None:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
-        return settings, warnings + table.warnings + self._few_steps(table, strength)
+        warnings += table.warnings + self._few_steps(table, strength)
+        if params.has_hires:
+            return self._with_second(request, params, settings, warnings)
+        idle_fields = [name for name in HIRES_FIELDS if getattr(params, name) != REQUEST_FIELDS[name].default]
+        if idle_fields:
+            warnings += (f"{', '.join(idle_fields)} has no effect without hires_scale or hires_size.",)
+        return settings, warnings
+
+    def _with_second(
+        self, request: GenerationRequest, params: DiffusionParams, first: GenerationSettings, warnings: tuple[str, ...]
+    ) -> tuple[GenerationSettings, tuple[str, ...]]:
+        """Return ``first`` with the settings of the second pass of hires fix, and the warnings of both."""
+        info = self.info
+        message = "hires_scale and hires_size are for images from text: leave them out, or leave out the start image."
+        check(request.init_image is None, message, "hires_scale")
+        check(self._may_decode, SECOND_PASS_ELSEWHERE, "hires_scale")
+        upscaler = check_upscaler(params.hires_upscaler)
+        for name in ("hires_prompt", "hires_negative_prompt"):
+            tags = "{} has a LoRA tag; put it into the prompt: both passes use the adapters of the request."
+            check(not read_tags(getattr(params, name) or "")[1], tags.format(name), name)
+        size = request.hires_px or on_grid_px(info, enlarged_px(params, first.width_px, first.height_px) or (0, 0))
+        for name, side_px in zip(("width", "height"), size, strict=True):
+            is_tiled = params.tile_size != 0
+            self._check_side(f"the {name} of the enlarged image", side_px, "hires_scale", is_tiled=is_tiled)
+        tiles = tiles_of(params, info, *size, is_second=True)
+        inputs = True, bool(request.control_images), params.switch_at is not None
+        self._check_room(*size, *inputs, _call_px(tiles))
+        sampler = params.hires_sampler or params.sampler
+        changes: dict[str, Any] = {"sampler": sampler, "num_steps": params.hires_steps or params.num_steps}
+        if params.hires_sampler is not None or params.hires_schedule is not None:
+            changes["sigma_schedule"] = params.hires_schedule
+        num_steps = num_steps_of(msgspec.structs.replace(params, **changes), info)
+        strength = params.second_strength(num_steps, is_tiled=tiles is not None)
+        pass_params = msgspec.structs.replace(params, strength=strength, **changes)
+        too_many_steps = f"hires_steps is {num_steps}; this model allows at most {info.train_timesteps}."
+        check(num_steps <= info.train_timesteps, too_many_steps, "hires_steps")
+        if is_learned(sampler):
+            learned_only = (
+                f"the second pass runs sampler {sampler!r} at hires_strength {strength:g}; a learned "
+                "sampler only runs all its steps: give hires_sampler, such as ddim."
+            )
+            check(strength == 1.0, learned_only, "hires_sampler")
+        try:
+            rows = self._row_settings(pass_params, num_steps, strength, first.guidance_scale)
+            prompt, negative = request.prompt_of(0, is_second=True), request.negative_of(is_second=True)
+            rows |= self._composed(prompt, negative, pass_params, rows, first.guidance_scale)
+        except InvalidRequest as error:
+            param = HIRES_PARAMS.get(error.param or "", error.param)
+            text = f"in the second pass (hires fix), {error.message}"
+            raise InvalidRequest(text, param=param, code=error.code) from None
+        width_px, height_px = size
+        second = msgspec.structs.replace(
+            first,
+            width_px=width_px,
+            height_px=height_px,
+            kind="inpaint" if info.is_inpainting else "image",
+            tiles=tiles,
+            row_cost=row_cost(info, *(_call_px(tiles) or size)),
+            strength=strength,
+            num_steps=num_steps,
+            skipped_steps=0,
+            shorter=(),
+            **rows,
+        )
+        shorter = tuple(msgspec.structs.replace(each, second=second) for each in first.shorter)
+        settings = msgspec.structs.replace(
+            first, hires_upscaler=upscaler, hires_strength=strength, second=second, shorter=shorter
+        )
+        return settings, warnings + tuple(text for text in rows["table"].warnings if text not in warnings)
 
     def _composed(
-        self, prompts: PromptSchedule | None, params: DiffusionParams, rows: Mapping[str, Any], scale: float
+        self, prompt: str, negative_prompt: str, params: DiffusionParams, rows: Mapping[str, Any], scale: float
     ) -> dict[str, Any]:
-        """Return the row settings that ``prompts`` changes: with AND all rows are guided, by 1 where guidance is off.
+        """Return the row settings that the prompts change: with AND all rows are guided, by 1 where guidance is off.
 
         Raises:
             InvalidRequest: The model or another field does not allow such a prompt.
         """
+        is_guided = rows["guided"].any() or num_parts(prompt) > 1
+        prompts = schedule_prompts(prompt, negative_prompt, rows["table"], is_guided=is_guided)
         if prompts is None:
-            return {}
+            return {"prompts": None, "guidance_at": ()}
         threshold = params.similarity_threshold
         alone = (
             f"similarity_threshold is {threshold}; it cannot be combined with prompt editing, alternation or AND: "
@@ -244,7 +345,7 @@ class ImageAdmission:
         )
         check(threshold is None, alone, "similarity_threshold")
         if not prompts.is_composed:
-            return {"prompts": prompts}
+            return {"prompts": prompts, "guidance_at": ()}
         no_rows = (
             f"the prompt has {len(prompts.weights)} parts joined by AND; {self.info.model_id} has no unconditional "
             r"row, which they are combined with: give one part, or write \AND for the word."
@@ -385,20 +486,24 @@ class ImageAdmission:
             native = (request.init_image.width_px, request.init_image.height_px)
         width_px = native[0] if request.width_px is None else request.width_px
         height_px = native[1] if request.height_px is None else request.height_px
+        params = request.diffusion
         for name, side_px in (("width", width_px), ("height", height_px)):
-            self._check_side(name, side_px)
-        is_refined = request.diffusion.switch_at is not None
-        self._check_room(width_px, height_px, request.init_image is not None, bool(request.control_images), is_refined)
+            self._check_side(name, side_px, is_tiled=bool(params.tile_size))
+        inputs = request.init_image is not None, bool(request.control_images), params.switch_at is not None
+        self._check_room(width_px, height_px, *inputs, _call_px(tiles_of(params, self.info, width_px, height_px)))
         return width_px, height_px
 
-    def _check_side(self, name: str, side_px: int) -> None:
+    def _check_side(self, name: str, side_px: int, param: str = "size", *, is_tiled: bool = False) -> None:
         multiple, max_side = self.info.size_multiple_px, self.info.max_side_px
         too_long = f"{name} is {side_px} px; this model allows at most {max_side} px per side."
-        check(side_px <= max_side, too_long, "size", "invalid_size")
+        if is_tiled:
+            max_side = max(max_side, MAX_TILED_SIDE_PX)
+            too_long = f"{name} is {side_px} px; tiled images have at most {max_side} px per side."
+        check(side_px <= max_side, too_long, param, "invalid_size")
         below = side_px // multiple * multiple
         tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= max_side)
         off_grid = f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}."
-        check(side_px == below, off_grid, "size", "invalid_size")
+        check(side_px == below, off_grid, param, "invalid_size")
 
     def _kind(self, request: GenerationRequest, width_px: int, height_px: int) -> str:
         init, mask = request.init_image, request.mask_image
@@ -414,6 +519,11 @@ class ImageAdmission:
         if mask is not None or self.info.is_inpainting:
             return "inpaint"
         return "text" if init is None else "image"
+
+
+def _call_px(tiles: Tiles) -> tuple[int, int] | None:
+    """Return width and height of ``tiles`` in pixels, ``None`` without tiles."""
+    return None if tiles is None else tiles.tile_px
 
 
 def guided_rows(

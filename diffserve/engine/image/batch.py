@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from diffserve.api.tiles import TileLayout
 from diffserve.engine.image.state import draw_noise
 from diffserve.engine.image.task import UNCOND, ImageTask, RowLabel
 from diffserve.runtime.transfer import send
@@ -24,7 +25,7 @@ class BatchRow(NamedTuple):
         image: Index of the image in the batch.
         part: The text that conditions it: 0 for the prompt, further numbers for the further parts of a prompt, and
             ``task.UNCOND`` for the unconditional row.
-        view: The part of the latent that it evaluates; 0, the entire latent.
+        view: The tile of the latent that it evaluates; 0, the entire latent, for an image without tiles.
     """
 
     image: int
@@ -83,7 +84,7 @@ class ImageBatch:
 
     @property
     def num_rows(self) -> int:
-        """Number of UNet rows."""
+        """Number of UNet rows, where a tiled image counts as if it were not tiled."""
         return len(self.unet_rows)
 
     @cached_property
@@ -100,6 +101,53 @@ class ImageBatch:
         drawn = draw_noise(states, self.x.device)
         return torch.zeros_like(self.x).index_copy_(0, self.drawing, drawn)
 
+
+class UNetRows:
+    """Rows that share UNet calls: of one batch, or of several batches with latents of different shapes and tiles.
+
+    Without tiles the inputs are those of the only batch, and the rows are its rows. Otherwise each tile of an image is
+    an input, which the rows of all parts of its conditioning share.
+
+    Attributes:
+        batches: The batches, in order.
+        tasks: Their images, in order; ``unet_rows`` count these.
+        unet_rows: The rows: batch after batch in the order of its own rows, for each of them its tiles.
+        scaled: (I, C, h, w) inputs of the UNet.
+        rows: (I, K) float32 table rows of the inputs.
+        owners: (num_rows,) int64, the input of each of ``unet_rows``.
+        inputs: The same as a tuple.
+    """
+
+    def __init__(self, batches: Sequence[ImageBatch]) -> None:
+        self.batches = tuple(batches)
+        first = self.batches[0]
+        if len(self.batches) == 1 and all(task.settings.tiles is None for task in first.tasks):
+            self.tasks, self.unet_rows, self.owners = first.tasks, first.unet_rows, first.owners
+            self.scaled, self.rows = first.scaled, first.rows
+            self.inputs: tuple[int, ...] = tuple(row.image for row in first.unet_rows)
+            return
+        self.tasks = tuple(task for batch in self.batches for task in batch.tasks)
+        self.scaled = torch.cat([tile for batch in self.batches for tile in _tiles_of(batch)])
+        views = torch.tensor([task.settings.num_views for task in self.tasks])
+        self.rows = torch.cat([batch.rows for batch in self.batches]).repeat_interleave(
+            send(views, first.x.device), dim=0, output_size=int(views.sum())
+        )
+        begins = (views.cumsum(0) - views).tolist()  # the first input of each image
+        offsets = [sum(len(batch.tasks) for batch in self.batches[:index]) for index in range(len(self.batches))]
+        self.unet_rows = tuple(
+            BatchRow(offset + row.image, row.part, view)
+            for offset, batch in zip(offsets, self.batches, strict=True)
+            for row in batch.unet_rows
+            for view in range(batch.tasks[row.image].settings.num_views)
+        )
+        self.inputs = tuple(begins[row.image] + row.view for row in self.unet_rows)
+        self.owners = send(torch.tensor(self.inputs), first.x.device)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of UNet rows."""
+        return len(self.unet_rows)
+
     def task_of(self, row: int) -> ImageTask:
         """Return the image of UNet row ``row``."""
         return self.tasks[self.unet_rows[row].image]
@@ -109,6 +157,55 @@ class ImageBatch:
         task, part = self.task_of(row), self.unet_rows[row].part
         name = "uncond" if part == UNCOND else f"cond {part + 1}" if part else "cond"
         return RowLabel(task.live.request_id, task.image_index, task.step_index, name)
+
+    def outputs(self, output: Tensor) -> list[Tensor]:
+        """Return for each batch the outputs (its ``num_rows``, C, h, w) of ``output`` (num_rows, C, tile h, tile w).
+
+        Tiles are blended with the weights of their layout; see ``tiles``.
+        """
+        if len(self.unet_rows) == self.batches[0].num_rows:
+            return [output]
+        results, start = [], 0
+        for batch in self.batches:
+            blended = []
+            for row in batch.unet_rows:
+                tiles = batch.tasks[row.image].settings.tiles
+                stop = start + (1 if tiles is None else tiles.num_tiles)
+                blended.append(output[start] if tiles is None else blend(output[start:stop], tiles))
+                start = stop
+            results.append(torch.stack(blended))
+        return results
+
+
+def _tiles_of(batch: ImageBatch) -> Iterable[Tensor]:
+    """Yield the inputs (views, C, h, w) of each image of ``batch``: its tiles, or its entire latent."""
+    for image, task in enumerate(batch.tasks):
+        yield (
+            batch.scaled[image : image + 1]
+            if task.settings.tiles is None
+            else cut(batch.scaled[image], task.settings.tiles)
+        )
+
+
+def cut(latent: Tensor, tiles: TileLayout) -> Tensor:
+    """Return the tiles (num_tiles, C, tile h, tile w) of ``latent`` (C, h, w)."""
+    return torch.stack([latent[:, rows, columns] for rows, columns in map(tiles.slices, range(tiles.num_tiles))])
+
+
+def blend(values: Tensor, tiles: TileLayout) -> Tensor:
+    """Return the weighted mean (C, h, w) of overlapping tiles ``values`` (num_tiles, C, tile h, tile w)."""
+    weighted = values * _weights(tiles, values.device)
+    blended = values.new_zeros((values.shape[1], *tiles.latent))
+    for view in range(tiles.num_tiles):
+        rows, columns = tiles.slices(view)
+        blended[:, rows, columns] += weighted[view]
+    return blended
+
+
+@lru_cache(maxsize=16)
+def _weights(tiles: TileLayout, device: torch.device) -> Tensor:
+    """Return the weights (num_tiles, 1, tile h, tile w) of ``tiles`` on ``device``."""
+    return send(torch.from_numpy(tiles.weights)[:, None], device)
 
 
 def rows_of(tasks: Sequence[ImageTask]) -> tuple[BatchRow, ...]:

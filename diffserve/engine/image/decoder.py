@@ -120,7 +120,7 @@ class ImageDecoder:
         with self._queue:
             decoded = self.model.preview_later(denoised)
         for index, task in enumerate(tasks):
-            self._previews[task] = PreviewDecoding(decoded, index, task.step_index + 1, denoised)
+            self._previews[task] = PreviewDecoding(decoded, index, task.steps_done + 1, denoised)
 
     def is_showing(self, task: ImageTask) -> bool:
         """Return whether a preview of ``task`` is being decoded; the next one starts after it."""

@@ -151,7 +151,8 @@ class Forecast:
 
     def _group_of(self, task: ImageTask) -> GroupKey:
         """Return the group of ``task``; before its prompt is encoded, that of the latest image of its size."""
-        size = task.settings.height_px, task.settings.width_px
+        width_px, height_px = task.settings.call_px
+        size = height_px, width_px
         return task.group or self._groups.get(size) or GroupKey(*size, 0)
 
     def _cap(self, group: GroupKey) -> int:

@@ -72,8 +72,8 @@ class ImageOutputs:
             yield Progress(
                 request_id=waiter.live.request_id,
                 image_index=waiter.image_index,
-                step_index=task.step_index,
-                num_steps=task.table.num_steps,
+                step_index=task.steps_done,
+                num_steps=task.total_steps,
             )
             if preview is not None and waiter.live.wants_preview(preview.num_steps):
                 yield Preview(
@@ -104,12 +104,11 @@ class ImageOutputs:
     def _result(
         self, task: ImageTask, image: CachedImage, durations: Timings, cached: Literal["hit", "shared"] | None = None
     ) -> ImageResult:
-        live, settings = task.live, task.settings
+        live, settings = task.live, task.initial_settings
         pixels = restore_outside_mask(live.request.init_image, live.request.mask_image, image.pixels)
-        interrupted_after = task.step_index if task.is_interrupted and task.row_index < settings.num_rows else 0
-        interruption = (
-            f"interrupted after {interrupted_after} of {task.table.num_steps} steps; the image is unfinished."
-        )
+        is_unfinished = task.is_interrupted and task.steps_done < task.total_steps
+        interrupted_after = task.steps_done if is_unfinished else 0
+        interruption = f"interrupted after {interrupted_after} of {task.total_steps} steps; the image is unfinished."
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
@@ -157,7 +156,7 @@ def timings(task: ImageTask) -> Timings:
         encode_s=clock.prepare_s,
         denoise_s=denoise_s,
         decode_s=clock.decode_s,
-        step_s=denoise_s / max(1, task.table.num_steps),
+        step_s=denoise_s / max(1, task.total_steps),
     )
 
 

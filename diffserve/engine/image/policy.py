@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
+from diffserve.engine.image.task import GenerationSettings, GroupKey, ImageTask, LiveRequest
 from diffserve.settings.config import EngineConfig
 
 AGEING_ROWS_PER_TICK: Final = 0.5
@@ -89,10 +89,16 @@ class TickLoad:
         self._rows = Counter[GroupKey]()
 
     def has_room(self, task: ImageTask) -> bool:
-        """Return whether the rows of ``task`` fit into the calls of its group; alone an image always does."""
+        """Return whether the rows of ``task`` fit into the calls of its group; alone an image always does.
+
+        An image with more rows than a call takes several, the last of which others may fill.
+        """
         group = task.group_now
         rows = self._rows[group]
-        return not rows or rows + task.rows_now <= self._cap(group)
+        if not rows:
+            return True
+        cap = self._cap(group)
+        return task.rows_now <= (cap - rows if rows <= cap else -rows % cap)
 
     def takes(self, task: ImageTask) -> bool:
         """Add the rows of ``task`` if they fit, and return whether they do."""
@@ -177,11 +183,11 @@ class Goodput(Latency):
 
     def _pace_s(self, task: ImageTask, moment: TickTime) -> float:
         """Return the seconds that each remaining tick of ``task`` may take to meet the deadline."""
-        return (task.live.due_s - moment.now_s) / max(1, task.settings.num_rows - task.row_index)
+        return (task.live.due_s - moment.now_s) / task.ticks_left
 
     def _solo_pace_s(self, task: ImageTask) -> float:
         """Return the seconds that a tick of ``task`` takes alone."""
-        return task.live.solo_s / task.table.num_rows
+        return task.live.solo_s / sum(each.num_rows for each in task.live.settings.passes)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -197,8 +203,12 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
 
     The prompt is not encoded yet, so ``num_tokens`` of the group is 0: any group of the size.
     """
-    settings, num_images = live.settings, live.request.num_painted
-    group = GroupKey(settings.height_px, settings.width_px, 0)
+    return sum(_solo_s(settings, live.request.num_painted, costs) for settings in live.settings.passes)
+
+
+def _solo_s(settings: GenerationSettings, num_images: int, costs: TickCosts) -> float:
+    width_px, height_px = settings.call_px
+    group = GroupKey(height_px, width_px, 0)
     num_rows = settings.table.num_rows
     controlled = map(bool, settings.controlled or ((),) * num_rows)
     refined = np.arange(num_rows) >= (num_rows if settings.switch_row is None else settings.switch_row)

@@ -28,6 +28,8 @@ from diffserve.engine.image.state import (
     draw_noise,
 )
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask, texts_of
+from diffserve.media.images import stretch
+from diffserve.media.upscaling import enlarge
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
@@ -145,9 +147,9 @@ class Preparer:
 
     @staticmethod
     def _group(task: ImageTask, conditioner: Conditioner, conditioning: AnyConditioning) -> GroupKey:
-        settings, mixes = task.settings, conditioner.mixes_lengths
+        mixes, (width_px, height_px) = conditioner.mixes_lengths, task.settings.call_px
         num_tokens = conditioner.model.text.window_tokens if mixes else conditioning.num_tokens
-        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+        return GroupKey(height_px, width_px, num_tokens)
 
     def _refined(self, task: ImageTask) -> RefinerInputs:
         """Return the conditioning of the refiner. Raises PoolBusy."""
@@ -164,13 +166,23 @@ class Preparer:
 
     @staticmethod
     def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
-        """Return time ids (2, n) of both rows of ``task``, or ``None`` if both use the defaults of the text encoder."""
-        micro, has_score = task.settings.micro_conditioning, model.text.has_score
-        if micro is None and not has_score:
+        """Return time ids (2, n) of both rows of ``task``, or ``None`` if both use the defaults of the text encoder.
+
+        For a tiled image they are (tiles, 2, n). SDXL was trained on crops of larger images, and a tile is one: its
+        ``original_size`` is that of the image, its crop the tile's upper left corner, and its target size the tile's.
+        """
+        micro, has_score, tiles = task.settings.micro_conditioning, model.text.has_score, task.settings.tiles
+        is_tiled = tiles is not None and model.info.has_size_conditioning
+        if micro is None and not has_score and not is_tiled:
             return None
-        size = task.settings.width_px, task.settings.height_px
-        rows = [(micro or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
-        return send(torch.tensor(rows, dtype=torch.float32), model.device)
+        size, sizes = (task.settings.width_px, task.settings.height_px), micro or PLAIN
+        views = [sizes]
+        if tiles is not None and (is_tiled or has_score):
+            views = [sizes.of_crop(size, tiles.corner_px(view), tiles.tile_px) for view in range(tiles.num_tiles)]
+        rows = [
+            [view.numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)] for view in views
+        ]
+        return send(torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float32), model.device)
 
     def _references(self, task: ImageTask, conditioning: AnyConditioning) -> tuple[PagedReference, ...]:
         """Return the references of ``task``. Raises PoolBusy."""
@@ -190,6 +202,9 @@ class Preparer:
         loading = task.live.control_loading or self.controlnets.begin(controls, task.live.request.control_images)
         for control, (network, pixels) in zip(controls, loading.result(), strict=True):
             self.controlnets.keep(network)
+            if task.is_second:
+                settings = task.settings
+                pixels = stretch(Picture.from_array(pixels), settings.width_px, settings.height_px).array
             hint = network.hint((torch.tensor(pixels).float() / 255.0).movedim(2, 0))  # of (3, H, W)
             yield ActiveControl(network, hint, control.scale)
 
@@ -207,11 +222,11 @@ class Preparer:
     @staticmethod
     def _texts(task: ImageTask) -> tuple[TextPair, ...]:
         """Return the texts of ``task``, pairs of prompt and negative prompt."""
-        return texts_of(task.live.request, task.image_index, task.settings)
+        return texts_of(task.live.request, task.image_index, task.settings, is_second=task.is_second)
 
     def _start_state(self, task: ImageTask, conditionings: tuple[AnyConditioning, ...]) -> ImageState:
         """Create the image state and write its start latent to its slot."""
-        request, settings = task.live.request, task.settings
+        settings = task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
         stream = NoiseStream.of(task.seed, settings.noise_source)
@@ -223,8 +238,9 @@ class Preparer:
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":
-            assert request.init_image is not None
-            latents = self._encode(pixels_of(request.init_image), state)
+            init = _init_image(task)
+            assert init is not None
+            latents = self._encode(pixels_of(init), state)
             start = latents + float(task.table.sigma[0]) * self._draw(state)
         else:
             similar = self._similar(task, state)
@@ -259,7 +275,8 @@ class Preparer:
     def _inpaint(self, task: ImageTask, state: ImageState) -> tuple[ImageState, Tensor]:
         request, table = task.live.request, task.table
         size = (task.settings.height_px, task.settings.width_px)
-        pixels = torch.zeros((*size, 3)) if request.init_image is None else pixels_of(request.init_image)  # (H, W, 3)
+        init = _init_image(task)
+        pixels = torch.zeros((*size, 3)) if init is None else pixels_of(init)  # (H, W, 3)
         mask = torch.ones(size) if request.mask_image is None else cells_of(request.mask_image)  # (H, W)
         cells = send(F.interpolate(mask[None, None], size=state.shape[1:])[0], self.model.device)  # (1, h, w)
         is_full = task.settings.strength in (None, 1.0)
@@ -287,6 +304,14 @@ class Preparer:
 
     def _draw(self, state: ImageState) -> Tensor:
         return draw_noise([state], self.model.device)[0]
+
+
+def _init_image(task: ImageTask) -> Picture | None:
+    """Return the image that this pass of ``task`` starts from: of a second pass the enlarged image of the first."""
+    if task.first_pass is None:
+        return task.live.request.init_image
+    settings = task.settings
+    return enlarge(task.first_pass, settings.width_px, settings.height_px, task.live.settings.hires_upscaler)
 
 
 def latent_key_of(task: ImageTask) -> Hashable:

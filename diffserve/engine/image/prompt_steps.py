@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diffserve.api.prompt_schedule import check_num_texts, is_scheduled, prompt_parts, texts_by_step
-from diffserve.api.types import GenerationRequest
 from schedulers import StepTable
 
 TextPair = tuple[str, str | None]
@@ -33,18 +32,18 @@ class PromptSchedule(NamedTuple):
         return len(self.weights) > 1
 
 
-def schedule_prompts(request: GenerationRequest, table: StepTable, *, is_guided: bool) -> PromptSchedule | None:
-    """Return the schedule of the prompts of ``request``, or ``None`` if both are the same at every step.
+def schedule_prompts(prompt: str, negative_prompt: str, table: StepTable, *, is_guided: bool) -> PromptSchedule | None:
+    """Return the schedule of two prompts over the rows of ``table``, or ``None`` if both are the same at every step.
 
     Steps are those that run: with an init image those that its strength leaves. All rows of a step read the same text.
 
     Raises:
         InvalidRequest: There are too many parts, texts, or brackets of editing and alternation.
     """
-    negative = request.negative_prompt if is_guided else ""
-    if not is_scheduled(request.prompt, negative):
+    negative = negative_prompt if is_guided else ""
+    if not is_scheduled(prompt, negative):
         return None
-    parts = prompt_parts(request.prompt, table.num_steps)
+    parts = prompt_parts(prompt, table.num_steps)
     negatives = texts_by_step(negative, table.num_steps, "negative_prompt")
     conds = list(dict.fromkeys(text for part in parts for text in part.texts))
     unconds = list(dict.fromkeys(negatives))

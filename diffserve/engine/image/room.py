@@ -78,15 +78,24 @@ class Room:
         return max(1, self._rows(group, self._now_bytes))
 
     def check(
-        self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False, is_controlled: bool = False
+        self,
+        width_px: int,
+        height_px: int,
+        least_rows: int,
+        *,
+        is_encoded: bool = False,
+        is_controlled: bool = False,
+        tile_px: tuple[int, int] | None = None,
     ) -> None:
         """Raise InvalidRequest for an image that can never fit, with the bytes it needs and a size that fits.
 
         Checked are a UNet call of ``least_rows`` rows, the smallest decoder tile and, with ``is_encoded``, the encoder
-        pass of the init image, which is not tiled. A control map takes less memory than an init image.
+        pass of the init image, which is not tiled. A control map takes less memory than an init image. ``tile_px`` is
+        the width and height that a UNet row evaluates, if that is not the entire image.
         """
         free = self._first_bytes
-        arguments = (width_px, height_px, least_rows, is_encoded or is_controlled, is_controlled)
+        call_px = tile_px or (width_px, height_px)
+        arguments = (width_px, height_px, call_px, least_rows, is_encoded or is_controlled, is_controlled)
         if free is None or self._min_bytes(self._bound, *arguments) <= free:
             return
         need = self._min_bytes(self.activations, *arguments)
@@ -130,14 +139,15 @@ class Room:
         activations: Activations,
         width_px: int,
         height_px: int,
+        call_px: tuple[int, int],
         num_rows: int,
         is_encoded: bool,
         is_controlled: bool,
     ) -> float:
-        """Return the bytes without which an image of this size cannot be generated."""
+        """Return the bytes without which an image of this size, evaluated in rows of ``call_px``, is impossible."""
         factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
-        row = activations.of_row(cells, self.model.text.window_tokens)
-        step = num_rows * (row + is_controlled * self._residual_bytes(width_px, height_px))
+        row = activations.of_row(self._cells(*call_px), self.model.text.window_tokens)
+        step = num_rows * (row + is_controlled * self._residual_bytes(*call_px))
         tile = activations.picture_cell_bytes * tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
         return self._margin * max(step, tile, is_encoded * cells * activations.encoded_cell_bytes)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import failure_of
-from diffserve.engine.image.batch import ImageBatch, LatentPool
+from diffserve.engine.image.batch import ImageBatch, LatentPool, UNetRows
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.caches import LatentCache
 from diffserve.engine.image.compiled_groups import is_deterministic
@@ -147,13 +147,36 @@ class ImageRunner:
         return min(expert.groups.row_cap(group, may_probe=may_probe), max(LEAST_ROWS, expert.caps.cap(group)))
 
     def check_room(
-        self, width_px: int, height_px: int, is_encoded: bool, is_controlled: bool = False, is_refined: bool = False
+        self,
+        width_px: int,
+        height_px: int,
+        is_encoded: bool,
+        is_controlled: bool = False,
+        is_refined: bool = False,
+        tile_px: tuple[int, int] | None = None,
     ) -> None:
-        """Raise ``InvalidRequest`` for an image that can never fit; ``is_encoded`` if it starts from an image."""
+        """Raise ``InvalidRequest`` for an image that can never fit.
+
+        Args:
+            width_px: Width of the image.
+            height_px: Height of the image.
+            is_encoded: Whether it starts from an image.
+            is_controlled: Whether it has ControlNets.
+            is_refined: Whether the refiner runs.
+            tile_px: Width and height of its tiles, if it has any.
+        """
         for expert in self._experts[: 1 + is_refined] if self._has_unet else ():
-            least_rows, is_base = expert.groups.least_rows(width_px, height_px), expert is self._experts[0]
+            least_rows, is_base = (
+                expert.groups.least_rows(*(tile_px or (width_px, height_px))),
+                expert is self._experts[0],
+            )
             expert.room.check(
-                width_px, height_px, least_rows, is_encoded=is_encoded, is_controlled=is_controlled and is_base
+                width_px,
+                height_px,
+                least_rows,
+                is_encoded=is_encoded,
+                is_controlled=is_controlled and is_base,
+                tile_px=tile_px,
             )
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
@@ -332,50 +355,70 @@ class ImageRunner:
         """Advance ``tasks``, all full or all shallow, by one step; if memory runs out, all are left as they were."""
         expert, group = self._expert(tasks[0].group_now)
         with expert.groups.between_calls(group):
-            batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
-        for row, error in errors.items():
-            outcome.failures.setdefault(batch.task_of(row), failure_of(error, "generating this image"))
-        for index, task in enumerate(tasks):
-            latest = Health(finite, index, task.step_index)
-            previous = latest if finite.is_here else task.loaded_state.health
-            task.loaded_state.health = latest
-            if previous is not None and not previous.is_finite:
-                outcome.failures.setdefault(task, not_finite(task, previous.step_index))
-        self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
+            steps, errors = self._step(expert, group, tasks, outcome)
+        for task, error in errors.items():
+            outcome.failures.setdefault(task, failure_of(error, "generating this image"))
+        for batch, denoised, finite in steps:
+            for index, task in enumerate(batch.tasks):
+                latest = Health(finite, index, task.step_index)
+                previous = latest if finite.is_here else task.loaded_state.health
+                task.loaded_state.health = latest
+                if previous is not None and not previous.is_finite:
+                    outcome.failures.setdefault(task, not_finite(task, previous.step_index))
+            living = [task for task in batch.tasks if task not in outcome.failures]
+            self._preview(living, batch.tasks, denoised, plan, outcome)
 
     def _step(
         self, expert: Expert, group: GroupKey, tasks: Sequence[ImageTask], outcome: TickOutcome
-    ) -> tuple[ImageBatch, Tensor, Fetched, dict[int, Exception]]:
+    ) -> tuple[list[tuple[ImageBatch, Tensor, Fetched]], dict[ImageTask, Exception]]:
         """Compute a step of ``tasks`` and write it to their slots.
 
         Returns:
-            The batch, the denoised estimates (B, C, h, w), whether each image is finite, and errors by row.
+            For each shape of latents its batch, the denoised estimates (B, C, h, w), and whether each image is finite;
+            and the errors by image.
 
         Raises:
             torch.OutOfMemoryError: The slots and noise streams are as before.
         """
-        batch = ImageBatch.gather(tasks, self.pool)
+        by_shape: dict[tuple[int, int, int], list[ImageTask]] = {}
+        for task in tasks:
+            by_shape.setdefault(task.loaded_state.shape, []).append(task)
+        batches = [ImageBatch.gather(of_shape, self.pool) for of_shape in by_shape.values()]
         draws = [(task.loaded_state, task.loaded_state.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
                     task.loaded_state.features.clear()
-            output, errors = expert.caller.predict(batch, group, outcome.calls)
-            guided = guided_output(batch, output)
-            x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
-            for index, task in enumerate(tasks):
-                if task.stops_early:
-                    x_next[index] = denoised[index] / task.table.out_scale
-                if task.loaded_state.repaint is not None:
-                    x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
-            finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
-            self.pool.scatter(batch.slots, x_next, history)
+            rows = UNetRows(batches)
+            output, errors = expert.caller.predict(rows, group, outcome.calls)
+            steps = [
+                (batch, *self._update(batch, of_batch))
+                for batch, of_batch in zip(batches, rows.outputs(output), strict=True)
+            ]
         except torch.OutOfMemoryError:
             for state, mark in draws:
                 state.go_back(mark)
-            self.pool.scatter(batch.slots, batch.x, batch.history)
+            for batch in batches:
+                self.pool.scatter(batch.slots, batch.x, batch.history)
             raise
-        return batch, denoised, finite, errors
+        return steps, {rows.task_of(row): error for row, error in errors.items()}
+
+    def _update(self, batch: ImageBatch, output: Tensor) -> tuple[Tensor, Fetched]:
+        """Advance the latents of ``batch`` by the outputs (num_rows, C, h, w) of its rows, and write them to the slots.
+
+        Returns:
+            The denoised estimates (B, C, h, w), and whether each image is finite.
+        """
+        guided = guided_output(batch, output)
+        x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
+        for index, task in enumerate(batch.tasks):
+            if task.stops_early:
+                x_next[index] = denoised[index] / task.table.out_scale
+            if task.loaded_state.repaint is not None:
+                x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
+        finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
+        self.pool.scatter(batch.slots, x_next, history)
+        return denoised, finite
 
     def _preview(
         self,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from diffserve.api.types import Cancelled, Event, ImageFailed, ImageFinished, ModelInfo
+from diffserve.api.types import Cancelled, Event, ImageFailed, ImageFinished, ModelInfo, Picture
 from diffserve.engine.image.caches import CachedImage, SharedImages
 from diffserve.engine.image.fair_share import PriorityShare, SlotQueue
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
@@ -105,12 +105,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if self._applied_s is not None:
             self.forecast.learn_gap(now_s - self._applied_s)
         have_waited = self._rows_waited
-        prepare = tuple(self._queue.assign(self._key)) if not have_waited or self._was_postponed else ()
+        newcomers = self._queue.assign(self._key) if not have_waited or self._was_postponed else ()
         self._rows_waited = (
-            bool(prepare)
+            bool(newcomers)
             and not (have_waited or self._was_postponed)
             and any(task.stage is Stage.DENOISING for task in self.in_flight)
         )
+        enlarged = [task for task in self.in_flight if task.stage is Stage.ENLARGING]
+        prepare = (*enlarged[: self.config.max_prepares_per_tick], *newcomers)
         rows = () if self._rows_waited else self._choose_rows()
         decodable = [task for task in self.in_flight if task.stage is Stage.DECODING]
         decodable = self._share.in_turn([*decodable, *(task for task in rows if task.is_last_row)])
@@ -139,9 +141,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             if task.stage is Stage.WAITING and task.slot is not None:
                 self._queue.postpone(task, self._key(task))
         for task, group in outcome.groups.items():
-            if task.stage is Stage.WAITING:
+            if task.stage in (Stage.WAITING, Stage.ENLARGING):
                 task.group, task.stage = group, Stage.DENOISING
-                task.clock.prepare_s = outcome.prepare_s[task]
+                task.clock.prepare_s += outcome.prepare_s[task]
         for task in plan.rows:
             if task.stage is Stage.DENOISING:
                 events += self._advance(task, outcome)
@@ -200,9 +202,13 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if live is None:
             return []
         for task in tuple(live.tasks):
-            if task.stage in (Stage.WAITING, Stage.FOLLOWING) or (task.stage is Stage.DENOISING and task.followers):
+            has_steps_left = task.slot is not None and (
+                task.stage in (Stage.DENOISING, Stage.ENLARGING)
+                or (task.stage is Stage.DECODING and task.settings.second is not None)
+            )
+            if task.stage in (Stage.WAITING, Stage.FOLLOWING) or (has_steps_left and task.followers):
                 self._release(self._detach(task))
-            elif task.stage is Stage.DENOISING:
+            elif has_steps_left:
                 task.is_interrupted = True
                 self._shared.stop_sharing(task)
         events = self._end(live)
@@ -262,7 +268,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def _wants_preview(task: ImageTask) -> bool:
         has_preview = task.ends_step and not task.is_last_row
         waiters = (task, *task.followers)
-        return has_preview and any(waiter.live.wants_preview(task.step_index + 1) for waiter in waiters)
+        return has_preview and any(waiter.live.wants_preview(task.steps_done + 1) for waiter in waiters)
 
     def _advance(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
         ends_step, is_last_row = task.ends_step, task.is_last_row
@@ -280,8 +286,11 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _complete(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
         """Deliver the decoded image of ``task`` to its request and to its followers."""
-        self._share.charge(task, task.settings.row_cost)
-        skipped = task.settings.skipped_steps
+        self._share.charge(task, task.settings.row_cost * task.settings.num_views)
+        if task.settings.second is not None and not task.is_interrupted:
+            task.begin_second(Picture.from_array(outcome.pictures[task]))
+            return []
+        skipped = task.initial_settings.skipped_steps
         image = CachedImage(outcome.pictures[task], outcome.latents.get(task), task.similarity, skipped)
         painted = self._outputs.generated(task, image, outcome.decode_s[task])
         self._shared.put(task, image)

@@ -331,7 +331,8 @@ class Groups:
                 return split(num_rows, cover)
             with suppress(ArithmeticError):  # the network then makes the calls of a size without a package
                 self._facts_by_group[group] = self._read(group) or self._facts_by_group[group]
-        return self.facts_of(group).curve.calls(num_rows, max_rows)
+        most_rows = max(2, self.most_rows)  # a tiled image has more rows
+        return self.facts_of(group).curve.calls(num_rows, min(max_rows, most_rows))
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Return the name on disk of the facts of ``group`` computed by packages of ``sizes`` rows."""

@@ -119,7 +119,7 @@ class ImageState:
         embedding: (D,) prompt embedding, where the finished latents are cached for similar prompts.
         loras: Adapters of the image's rows, or ``None``.
         time_ids: (2, 6) sizes for the conditional and the unconditional row that replace the image's size; (2, 5) for
-            SDXL's refiner.
+            SDXL's refiner; (tiles, 2, 6 or 5) for tiled images.
         controls: ControlNets of the request, in its order.
         texts: Embeddings of each of the image's texts for ControlNets; empty without ControlNets.
         references: Reference images of the request, in its order.

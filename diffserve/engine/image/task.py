@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
-from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
+from diffserve.api.tiles import TileLayout
+from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
 from diffserve.engine.image.prompt_steps import PromptSchedule, TextPair
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
@@ -35,8 +36,8 @@ class GroupKey(NamedTuple):
     The group of an image is never shallow or controlled; that of its next row may be (``ImageTask.group_now``).
 
     Attributes:
-        height_px: Height of the image.
-        width_px: Width of the image.
+        height_px: Height of the image, or of its tiles.
+        width_px: Width of the image, or of its tiles.
         num_tokens: Context tokens; those of one window where texts of different lengths share calls.
         is_shallow: Whether only the UNet's shallow part runs, on cached features (DeepCache).
         is_compiled: Whether compiled calls run all steps of the image; they round differently.
@@ -71,7 +72,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         table: The compiled sampler.
         guided: Bool (num_rows,): whether table row i also runs the unconditional row.
         full: Bool (num_rows,): whether table row i runs the full UNet instead of its shallow part.
-        row_cost: Work of a UNet row: its pixels over those of the native size.
+        row_cost: Work of a UNet row: its pixels (those of a tile) over those of the native size.
         shallow_share: Work of a shallow row over that of a full one.
         skipped_steps: First steps that the table omits because the image starts from latents of a similar prompt.
         shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
@@ -85,6 +86,8 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         prompts: Texts by step, for prompts with editing, alternation or AND; ``None`` for others.
         guidance_at: Guidance scale of each table row, for a prompt with AND, whose rows are all guided; empty for
             others.
+        tiles: Tiles on which the UNet runs; ``None``: on the entire latent.
+        second: Settings of the second pass of hires fix, for the first pass of an image that has one.
     """
 
     width_px: int
@@ -106,6 +109,23 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     switch_row: int | None = None
     prompts: PromptSchedule | None = None
     guidance_at: tuple[float, ...] = ()
+    tiles: TileLayout | None = None
+    second: GenerationSettings | None = None
+
+    @property
+    def call_px(self) -> tuple[int, int]:
+        """Width and height in pixels of what a UNet row evaluates: the image, or a tile of it."""
+        return (self.width_px, self.height_px) if self.tiles is None else self.tiles.tile_px
+
+    @property
+    def num_views(self) -> int:
+        """Tiles of the image, or 1."""
+        return 1 if self.tiles is None else self.tiles.num_tiles
+
+    @property
+    def passes(self) -> tuple[GenerationSettings, ...]:
+        """These settings, and those of the second pass if there is one."""
+        return (self,) if self.second is None else (self, self.second)
 
     @cached_property
     def num_rows(self) -> int:
@@ -125,8 +145,8 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
-        """UNet rows of table row i."""
-        return tuple(map(len, self.parts_at))
+        """UNet rows of table row i: one for each part of the conditioning and each tile."""
+        return tuple(len(parts) * self.num_views for parts in self.parts_at)
 
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
@@ -140,8 +160,9 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
 
     @cached_property
     def cost_left(self) -> tuple[float, ...]:
-        """Remaining work from table row i on, in UNet rows of the native size; the last entry is 0."""
-        return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=0.0))[::-1]
+        """Remaining work from table row i on, in UNet rows of the native size; at the end that of later passes."""
+        later = 0.0 if self.second is None else self.second.cost_left[0]
+        return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=later))[::-1]
 
     @cached_property
     def rows_left(self) -> tuple[int, ...]:
@@ -238,6 +259,8 @@ class ImageTask:
         leader: The equal image that it waits for, if it follows one.
         followers: Equal images that wait for this one.
         is_interrupted: Whether it ends with its next step, whose denoised estimate is decoded.
+        first_pass: Image of the finished first pass of hires fix; ``None`` before.
+        first_settings: Settings of that pass.
     """
 
     live: LiveRequest
@@ -256,6 +279,8 @@ class ImageTask:
     leader: ImageTask | None = None
     followers: list[ImageTask] = field(default_factory=list)
     is_interrupted: bool = False
+    first_pass: Picture | None = None
+    first_settings: GenerationSettings | None = None
 
     def __post_init__(self) -> None:
         settings = self.live.image_settings
@@ -265,6 +290,21 @@ class ImageTask:
     def prompt(self) -> str:
         """The prompt of the image."""
         return self.live.request.prompt_of(self.image_index)
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the image is in the second pass of hires fix."""
+        return self.first_pass is not None
+
+    def begin_second(self, first_pass: Picture) -> None:
+        """Go on to the second pass of hires fix, which starts from the image of the first."""
+        assert self.settings.second is not None
+        if self.state is not None:
+            self.loaded_state.close()
+        self.state = self.group = self.refined_group = None
+        self.first_pass, self.first_settings = first_pass, self.settings
+        self.settings, self.row_index = self.settings.second, 0
+        self.stage = Stage.ENLARGING
 
     @property
     def loaded_state(self) -> ImageState:
@@ -299,6 +339,26 @@ class ImageTask:
         """Completed steps; ``num_steps`` once the last row has run."""
         table = self.table
         return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all passes."""
+        return sum(each.table.num_steps for each in self.initial_settings.passes)
+
+    @property
+    def steps_done(self) -> int:
+        """Completed steps of all passes."""
+        return (self.initial_settings.table.num_steps if self.is_second else 0) + self.step_index
+
+    @property
+    def initial_settings(self) -> GenerationSettings:
+        """Settings of the first pass, or of the only one."""
+        return self.first_settings or self.settings
+
+    @property
+    def ticks_left(self) -> int:
+        """Remaining rows of the step tables of all passes, at least 1."""
+        return max(1, sum(each.num_rows for each in self.settings.passes) - self.row_index)
 
     @property
     def draws_now(self) -> bool:
@@ -359,7 +419,7 @@ class ImageTask:
 
     @property
     def rows_now(self) -> int:
-        """UNet rows of the next tick of this image, one for each part."""
+        """UNet rows of the next tick of this image, one for each part and tile."""
         return self.settings.rows_at[self.row_index]
 
     @property
@@ -375,7 +435,7 @@ class ImageTask:
     @property
     def total_cost(self) -> float:
         """Work of the entire image, in UNet rows of the native size."""
-        return self.settings.cost_left[0]
+        return self.initial_settings.cost_left[0]
 
     @property
     def is_last_row(self) -> bool:
@@ -397,17 +457,21 @@ class ImageTask:
         return self.is_last_row or steps[self.row_index + 1] != steps[self.row_index]
 
 
-def texts_of(request: GenerationRequest, image_index: int, settings: GenerationSettings) -> tuple[TextPair, ...]:
-    """Return all texts that an image reads: pairs of prompt and negative prompt.
+def texts_of(
+    request: GenerationRequest, image_index: int, settings: GenerationSettings, *, is_second: bool = False
+) -> tuple[TextPair, ...]:
+    """Return all texts that an image reads in one pass: pairs of prompt and negative prompt.
 
     Args:
         request: The request of the image.
         image_index: Index of the image in the request.
-        settings: The settings of the image.
+        settings: The settings of the pass.
+        is_second: Whether it is the second pass of hires fix.
     """
     if settings.prompts is not None:
         return settings.prompts.pairs
-    return ((request.prompt_of(image_index), request.negative_prompt if settings.guided.any() else None),)
+    negative = request.negative_of(is_second=is_second) if settings.guided.any() else None
+    return ((request.prompt_of(image_index, is_second=is_second), negative),)
 
 
 @dataclass(frozen=True)
@@ -415,7 +479,8 @@ class TickPlan:
     """The work of one tick.
 
     Attributes:
-        prepare: Newcomers with a new slot: encode their prompt and init image, and draw the start latent.
+        prepare: Newcomers with a new slot, and images that begin their second pass: encode their prompt and init image,
+            and draw the start latent.
         group: The group of ``rows``.
         rows: Images that advance by one table row; the UNet rows of an image are never split.
         num_rows: UNet rows of ``rows``, before padding.

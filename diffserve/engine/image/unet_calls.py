@@ -19,7 +19,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from diffserve.engine.image.batch import ImageBatch
+from diffserve.engine.image.batch import UNetRows
 from diffserve.engine.image.buckets import CostCurve, RowCaps
 from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.state import ActiveControl
@@ -131,7 +131,7 @@ class UNetCaller:
         self._images: LRUCache[tuple[ReferencedRow, ...], Images] = LRUCache(STACK_BYTES_KEPT, bytes_of_images)
         self._spare: Tensor | None = None
 
-    def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
+    def predict(self, batch: UNetRows, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
         """Run the UNet on all rows of ``batch``.
 
         A call that raises is halved until the failing rows are alone; all other rows get their results. After an
@@ -145,7 +145,7 @@ class UNetCaller:
         Returns:
             Output (rows, C, h, w) float32, and exceptions by row.
         """
-        output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
+        output = torch.zeros((batch.num_rows, *batch.scaled.shape[1:]), device=batch.scaled.device)
         failed: dict[int, Exception] = {}
         residuals = self._residuals(batch, group, calls, failed) if group.is_controlled else None
 
@@ -182,17 +182,18 @@ class UNetCaller:
         return failed
 
     def _residuals(
-        self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
+        self, batch: UNetRows, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
     ) -> Residuals:
         """Compute the ControlNet residuals of all rows of ``batch``, and add exceptions by row to ``failed``.
 
         Returns:
             Tensors (num_rows, C, h, w), one for each skip connection and the middle block.
         """
-        height, width = batch.x.shape[-2:]
+        height, width = batch.scaled.shape[-2:]
         shapes = residual_shapes(self.model.unet.network, height, width)
         residuals = tuple(
-            torch.zeros((batch.num_rows, *shape), device=batch.x.device, dtype=self.model.dtype) for shape in shapes
+            torch.zeros((batch.num_rows, *shape), device=batch.scaled.device, dtype=self.model.dtype)
+            for shape in shapes
         )
         for rows in control_calls(batch):
             num_tokens = rows[0].contexts.shape[0]
@@ -204,14 +205,14 @@ class UNetCaller:
                 range(len(rows)), control_group, partial(self._call_control, batch, rows, added, control_group, calls)
             )
             failed |= {rows[place].row: error for place, error in errors.items()}
-            numbers = send(torch.tensor([row.row for row in rows]), batch.x.device)
+            numbers = send(torch.tensor([row.row for row in rows]), batch.scaled.device)
             for total, residual in zip(residuals, added, strict=True):
                 total.index_add_(0, numbers, residual)
         return residuals
 
     def _call_control(
         self,
-        batch: ImageBatch,
+        batch: UNetRows,
         rows: Sequence[ControlledRow],
         outputs: Residuals,
         group: GroupKey,
@@ -222,15 +223,15 @@ class UNetCaller:
         """Make one ControlNet call of exactly ``bucket`` rows; write the residuals of ``places`` to ``outputs``."""
         real_rows = [rows[place] for place in places]
         padded = [*real_rows, *real_rows[-1:] * (bucket - len(real_rows))]
-        network, device = real_rows[0].control.network, batch.x.device
+        network, device = real_rows[0].control.network, batch.scaled.device
         started_s, stop = self._clock(), self.stopwatch.start()
-        owners = send(torch.tensor([row.image for row in padded]), device)
+        owners = send(torch.tensor([row.latent for row in padded]), device)
         with self._measured(group, bucket, stop):
             residuals = network.predict(
                 batch.scaled.index_select(0, owners),
                 batch.rows.index_select(0, owners)[:, TIMESTEP],
                 torch.stack([row.contexts for row in padded]),
-                torch.stack([row.control.hint for row in padded]),
+                torch.stack([row.hint for row in padded]),
                 send(torch.tensor([row.control.scale for row in padded]), device),
                 pooled=stack_all([row.pooled for row in padded]),
                 time_ids=stack_all([row.time_ids for row in padded]),
@@ -267,7 +268,7 @@ class UNetCaller:
 
     def _call(
         self,
-        batch: ImageBatch,
+        batch: UNetRows,
         rows: range,
         bucket: int,
         group: GroupKey,
@@ -284,7 +285,7 @@ class UNetCaller:
             features = torch.stack([*row_features, *row_features[-1:] * (bucket - len(rows))])
         added = None
         if residuals is not None:
-            numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
+            numbers = send(torch.tensor(_padded(rows, bucket)), batch.scaled.device)
             added = tuple(tensor.index_select(0, numbers) for tensor in residuals)
         scaled, timesteps = batch.scaled.index_select(0, owners), batch.rows.index_select(0, owners)[:, TIMESTEP]
         keeps_features = any(row.task.is_full_now and row.task.keeps_features for row in inputs)
@@ -310,7 +311,7 @@ class UNetCaller:
         calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s, group.is_shallow))
         return output[: len(rows)]
 
-    def _conditioning_of(self, batch: ImageBatch, rows: range, bucket: int) -> tuple[Tensor, Stack]:
+    def _conditioning_of(self, batch: UNetRows, rows: range, bucket: int) -> tuple[Tensor, Stack]:
         """Return the image index (bucket,) and the conditioning of each row of a padded call."""
         padded = _padded(rows, bucket)
         owners = batch.owners[rows.start : rows.stop]
@@ -394,7 +395,7 @@ def _padded(rows: range, bucket: int) -> list[int]:
     return [*rows, *[rows[-1]] * (bucket - len(rows))]
 
 
-def row_inputs(batch: ImageBatch, row: int) -> RowInputs:
+def row_inputs(batch: UNetRows, row: int) -> RowInputs:
     """Return the inputs of UNet row ``row``."""
     image, part, view = batch.unet_rows[row]
     task = batch.tasks[image]
@@ -409,31 +410,32 @@ def stack_conditioning(rows: Sequence[RowInputs], conditioner: Conditioner, spar
         conditioner.contexts(texts),
         stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in texts]),
         stack_all([_time_ids(row) for row in rows]),
-        stack_all([row.task.loaded_state.extra for row in rows]),
+        stack_all([_view(row, row.task.loaded_state.extra) for row in rows]),
         _guidance(rows, conditioner.model),
         RowLoRAs(loras, spare) if loras else None,
     )
 
 
 class ControlledRow(NamedTuple):
-    """Row with a ControlNet: row index, image index, and the inputs of the ControlNet."""
+    """Row with a ControlNet: its index, that of its latent in ``UNetRows.scaled``, and the ControlNet's inputs."""
 
     row: int
-    image: int
+    latent: int
     control: ActiveControl
+    hint: Tensor
     contexts: Tensor
     pooled: Tensor | None
     time_ids: Tensor | None
 
 
-def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
+def control_calls(batch: UNetRows) -> list[list[ControlledRow]]:
     """Group the rows with ControlNets into calls of one ControlNet and one text length.
 
     The calls come in the order in which their residuals are summed, which is that of the ControlNets' digests. An image
     that has a ControlNet twice gets two calls.
     """
     rows_of_call: dict[tuple[str, int, int], list[ControlledRow]] = {}
-    for row, (image, part, _) in enumerate(batch.unet_rows):
+    for row, (_, part, _) in enumerate(batch.unet_rows):
         inputs = row_inputs(batch, row)
         task, time_ids = inputs.task, _time_ids(inputs)
         texts = task.loaded_state.texts[inputs.text] if task.controls_now else None
@@ -443,8 +445,10 @@ def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
         contexts, pooled = (texts.uncond, texts.pooled_uncond) if is_uncond else (texts.cond, texts.pooled_cond)
         for place in task.controls_now:
             control = task.loaded_state.controls[place]
+            hint = _view(inputs, control.hint)
+            assert hint is not None
             digest = control.network.digest
-            controlled = ControlledRow(row, image, control, contexts, pooled, time_ids)
+            controlled = ControlledRow(row, batch.inputs[row], control, hint, contexts, pooled, time_ids)
             rows_of_call.setdefault((digest, times[digest], len(contexts)), []).append(controlled)
             times[digest] += 1
     return [rows_of_call[key] for key in sorted(rows_of_call)]
@@ -452,7 +456,16 @@ def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
 
 def _time_ids(row: RowInputs) -> Tensor | None:
     state = row.task.loaded_state
-    return state.conditionings[0].time_ids if state.time_ids is None else state.time_ids[int(row.part == UNCOND)]
+    if state.time_ids is None:
+        return state.conditionings[0].time_ids
+    time_ids = state.time_ids[row.view] if state.time_ids.dim() == 3 else state.time_ids
+    return time_ids[int(row.part == UNCOND)]
+
+
+def _view(row: RowInputs, tensor: Tensor | None) -> Tensor | None:
+    """Return the tile (C, tile h, tile w) of ``tensor`` (C, h, w) that ``row`` evaluates; all of it without tiles."""
+    tiles = row.task.settings.tiles
+    return tensor if tensor is None or tiles is None else tensor[(slice(None), *tiles.slices(row.view))]
 
 
 def _guidance(rows: Sequence[RowInputs], model: DiffusionModel) -> Tensor | None:

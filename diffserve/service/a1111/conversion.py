@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
-from diffserve.api.prompt_schedule import texts_read
-from diffserve.api.types import MAX_IMAGES, Picture
+from diffserve.api.types import LANCZOS, MAX_IMAGES, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import resize, stretch
 from diffserve.media.infotext import SCHEDULE_LABELS
 from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
+from diffserve.media.upscaling import NEAREST
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units, references_of
 from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored, template_of
@@ -31,7 +31,6 @@ from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.inputs import SCHEDULE_TYPES, Start, image_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
-from schedulers.learned import is_learned
 
 USUAL_STEPS: Final = 20
 """Assumed number of steps of a pass without one, for its share of the progress."""
@@ -42,10 +41,8 @@ HIRES_SCALE: Final = 2.0
 MASK_BLUR_PX: Final = 4
 STRETCHED, CROPPED, FILLED = 0, 1, 2
 ORIGINAL: Final = 1
-LANCZOS: Final = "Lanczos"
-NEAREST: Final = "Nearest"
 UPSCALERS: Final = {"": LANCZOS, "none": LANCZOS, "lanczos": LANCZOS, "nearest": NEAREST}
-"""Resize filters by the lower-case names of upscalers; A1111's "None" resizes by Lanczos as well."""
+"""Upscalers by their lower-case names in A1111, whose "None" resizes by Lanczos as well."""
 
 MOST_FILLED_PX: Final = 1024
 """Longer side in pixels of the image that is blurred to fill a mask."""
@@ -75,60 +72,6 @@ _BODY_FIELDS: Final = {
 }
 """A1111's names of recorded fields; it has none for the others."""
 
-_HIRES: Final = {
-    "Hires upscale": "hr_scale",
-    "Hires upscaler": "hr_upscaler",
-    "Hires steps": "hr_second_pass_steps",
-    "Hires prompt": "hr_prompt",
-    "Hires sampler": "hr_sampler_name",
-    "Hires schedule type": "hr_scheduler",
-    "Denoising strength": "denoising_strength",
-}
-
-
-class Hires(NamedTuple):
-    """The second pass (hires fix): the images of the first pass are enlarged and denoised again in part.
-
-    Attributes:
-        width_px: Width of the enlarged images.
-        height_px: Height of the enlarged images.
-        strength: Denoising strength, 0 to 1.
-        body: The body of the second pass.
-        upscaler: ``LANCZOS`` or ``NEAREST``.
-        repeats_prompt: Whether it has the prompts of the first pass.
-    """
-
-    width_px: int
-    height_px: int
-    strength: float
-    body: GenerateBody
-    upscaler: str = LANCZOS
-    repeats_prompt: bool = True
-
-    def enlarge(self, picture: Picture) -> Picture:
-        """Enlarge ``picture`` by nearest neighbor if the request names that; start pictures get Lanczos anyway."""
-        if self.upscaler != NEAREST:
-            return picture
-        image = Image.fromarray(picture.array)
-        return Picture.from_array(np.asarray(image.resize((self.width_px, self.height_px), Image.Resampling.NEAREST)))
-
-    @property
-    def work(self) -> float:
-        """Cost of the pass in pixels times steps."""
-        num_steps = self.body.num_inference_steps or USUAL_STEPS
-        return float(self.width_px * self.height_px * num_steps * self.strength)
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """Prompts for the text encoders, by field name."""
-        texts: dict[str, str] = {}
-        prompts = {"prompt": read_tags(self.body.prompt)[0], "negative_prompt": self.body.negative_prompt or ""}
-        for name, prompt in prompts.items():
-            each = (prompt, *texts_read(prompt, name, [self.body.num_inference_steps or USUAL_STEPS]))
-            for number, text in enumerate(dict.fromkeys(each), start=1):
-                texts[f"hr_{name}" if number == 1 else f"hr_{name}#{number}"] = text
-        return texts
-
 
 def convert_body(
     body: Txt2ImgBody,
@@ -136,7 +79,7 @@ def convert_body(
     styles: Sequence[PromptStyle],
     refused: Collection[str] = (),
     models: Collection[str] = (),
-) -> tuple[Txt2ImgBody, GenerateBody, Hires | None]:
+) -> tuple[Txt2ImgBody, GenerateBody]:
     """Convert an A1111 body to the body of an image request.
 
     Args:
@@ -147,7 +90,7 @@ def convert_body(
         models: Names of the served models.
 
     Returns:
-        ``body`` with the values of its infotext; the body of the image request; and the second pass, if there is one.
+        ``body`` with the values of its infotext, and the body of the image request.
 
     Raises:
         InvalidRequest: Something in the body cannot be used.
@@ -198,17 +141,18 @@ def convert_body(
     if body.width is not None or body.height is not None:
         side = body.width or body.height
         values |= {"width": body.width or side, "height": body.height or side}
-    image_body = _image_body(values)
+    if body.enable_hr and not isinstance(body, Img2ImgBody):
+        values |= _hires(body, styles)
+    image_body = GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
     image_body.take_warnings(recorded.warnings)
-    is_enlarged_later = bool(body.enable_hr) and not isinstance(body, Img2ImgBody)
-    return body, image_body, _hires(body, values, styles) if is_enlarged_later else None
+    return body, image_body
 
 
 def warnings_of(body: Txt2ImgBody) -> list[str]:
     """Return the warnings about ``body`` that do not depend on the model."""
     upscaler = body.hr_upscaler or ""
     is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
-    sentence = f"hr_upscaler {show(upscaler)} is not supported; the image was enlarged by {LANCZOS}."
+    sentence = f"hr_upscaler {show(upscaler)} is not supported; the image was enlarged by Lanczos."
     return [*ignored(body), *ignored_in_units(body), *[sentence] * is_replaced]
 
 
@@ -289,14 +233,13 @@ def _fill_from_infotext(
     if not body.infotext:
         return body, InfotextFields({}, ())
     read, is_start = parse_sent(body.infotext), isinstance(body, Img2ImgBody)
-    recorded = request_of(read, has_start=is_start, has_second_pass=not is_start, refused=refused, models=models)
+    recorded = request_of(read, has_start=is_start, refused=refused, models=models)
     fields = dict(recorded.fields)
     body_fields = {_BODY_FIELDS[name]: fields.pop(name) for name in _BODY_FIELDS if name in fields}
     schedule = fields.pop("sigma_schedule", None)
     body_fields |= {"scheduler": SCHEDULE_LABELS.get(schedule, schedule)} | _size(fields.pop("size", ""))
     if is_enlarged(read) and not is_start:
-        sides = _size(read.fields.get("Hires resize", ""))
-        body_fields |= {field: read.fields[key] for key, field in _HIRES.items() if key in read.fields}
+        sides = _size(fields.pop("hires_size", ""))
         body_fields |= {"enable_hr": True, "hr_resize_x": sides.get("width"), "hr_resize_y": sides.get("height")}
     missing = {name: value for name, value in body_fields.items() if value is not None and getattr(body, name) is None}
     try:
@@ -343,40 +286,34 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidRequest(message, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
 
-def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptStyle]) -> Hires:
-    first = body.width or body.height, body.height or body.width
-    if None in first and not (body.hr_resize_x and body.hr_resize_y):
-        raise InvalidRequest("enable_hr needs width and height, or hr_resize_x and hr_resize_y.", param="enable_hr")
-    scale = body.hr_scale or HIRES_SCALE
-    width, height = (round((side or 0) * scale) for side in first)
+def _hires(body: Txt2ImgBody, styles: Sequence[PromptStyle]) -> dict[str, Any]:
+    """Return the request fields of the second pass (hires fix), with A1111's defaults."""
+    size = None
     if body.hr_resize_x or body.hr_resize_y:
+        first = body.width or body.height, body.height or body.width
+        message = "hr_resize_x and hr_resize_y are given without width and height; give both, or width and height."
+        check(None not in first or bool(body.hr_resize_x and body.hr_resize_y), message, "hr_resize_x")
         aspect = (first[0] or 1) / (first[1] or 1)
         width = body.hr_resize_x or round((body.hr_resize_y or 0) * aspect)
-        height = body.hr_resize_y or round((body.hr_resize_x or 0) / aspect)
-    texts = body.hr_prompt or body.prompt or "", body.hr_negative_prompt or body.negative_prompt or ""
-    prompt, negative = with_styles(*texts, body.styles or (), styles)
-    changed = {
-        "prompt": prompt,
-        "negative_prompt": negative,
-        "num_inference_steps": body.hr_second_pass_steps or body.steps,
-        "sampler": None if body.hr_sampler_name in (None, "", "Use same sampler") else body.hr_sampler_name,
-        "scheduler": None if body.hr_scheduler in (None, "", "Use same scheduler") else _schedule(body.hr_scheduler),
+        size = f"{width}x{body.hr_resize_y or round(width / aspect)}"
+    texts: dict[str, str | None] = {}
+    if body.hr_prompt or body.hr_negative_prompt:
+        sent = body.hr_prompt or body.prompt or "", body.hr_negative_prompt or body.negative_prompt or ""
+        prompt, negative = with_styles(*sent, body.styles or (), styles)
+        has_same_tags = read_tags(prompt)[1] == read_tags(body.prompt or "")[1]
+        texts["hires_prompt"] = (read_tags(prompt)[0] if has_same_tags else prompt) if body.hr_prompt else None
+        texts["hires_negative_prompt"] = negative if body.hr_negative_prompt else None
+    sampler, schedule = body.hr_sampler_name, body.hr_scheduler
+    return {
+        "hires_scale": None if size else body.hr_scale or HIRES_SCALE,
+        "hires_size": size,
+        "hires_strength": HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength,
+        "hires_steps": body.hr_second_pass_steps or None,
+        "hires_upscaler": UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS),
+        "hires_sampler": None if sampler in (None, "", "Use same sampler") else sampler,
+        "hires_schedule": None if schedule in (None, "", "Use same scheduler") else _schedule(schedule),
+        **texts,
     }
-    strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
-    overrides = {name: value for name, value in changed.items() if value is not None}
-    upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
-    second_body = _image_body(values | overrides | {"width": width, "height": height, "template": None})
-    message = (
-        f"the second pass runs sampler {show(second_body.sampler)} at denoising_strength {strength:g}; a learned "
-        "sampler only runs all its steps: give hr_sampler_name, such as DDIM."
-    )
-    check(strength == 1.0 or not is_learned(second_body.sampler), message, "hr_sampler_name")
-    return Hires(width, height, strength, second_body, upscaler, not body.hr_prompt)
-
-
-def _image_body(values: Mapping[str, Any]) -> GenerateBody:
-    """Return an image body of checked ``values``, of which None is left out."""
-    return GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
 
 
 def _resize_by_mode(picture: Picture, width: int, height: int, mode: int) -> Picture:

@@ -28,14 +28,11 @@ class PolledJob:
         has_begun: Whether a step is done.
     """
 
-    def __init__(
-        self, client: str, task: str, num_images: int, further: float = 0.0, *, write: Callable[[Picture], bytes]
-    ) -> None:
+    def __init__(self, client: str, task: str, num_images: int, *, write: Callable[[Picture], bytes]) -> None:
         self.write = write
         self.client = client
         self.task = task
         self.num_images = num_images
-        self.num_passes = 2 if further else 1
         self.began = time.strftime("%Y%m%d%H%M%S")
         self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.preview: Preview | None = None
@@ -45,29 +42,18 @@ class PolledJob:
         self.num_done = 0
         self._shares: dict[int, float] = {}
         self._step = 0
-        self._further = further
-        self._begun_s = time.monotonic()
-        # expected end of each image of the second pass; None: of the first pass
-        self._done_s: dict[int | None, float] = {}
-        self._pass = 0
+        self._done_s: float | None = None  # expected end
 
-    def next_pass(self) -> None:
-        """Start counting the second pass."""
-        self._pass += 1
-        self.num_done = 0
-        self._done_s.clear()
-
-    def watch(self, event: object, index: int | None = None) -> None:
-        """Take an event of the engine; ``index`` is the image of the job if the event is of a second pass."""
+    def watch(self, event: object) -> None:
+        """Take an event of the engine."""
         match event:
             case Accepted() | Queued() if event.seconds_left is not None:
-                self._done_s[index] = time.monotonic() + event.seconds_left
+                self._done_s = time.monotonic() + event.seconds_left
             case Progress():
                 self.has_begun, self.num_steps = True, event.num_steps
-                place = event.image_index if index is None else index
-                self._shares[place] = (self._pass + event.step_index / event.num_steps) / self.num_passes
+                self._shares[event.image_index] = event.step_index / event.num_steps
                 self._step = event.step_index
-                self._done_s[index] = time.monotonic() + (event.request_seconds_left or 0.0)
+                self._done_s = time.monotonic() + (event.request_seconds_left or 0.0)
             case Preview():
                 self.preview, self.num_previews = event, self.num_previews + 1
             case ImageFinished():
@@ -79,18 +65,9 @@ class PolledJob:
         return sum(self._shares.values()) / self.num_images
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds since the request arrived."""
-        return time.monotonic() - self._begun_s
-
-    @property
     def seconds_left(self) -> float:
-        """Estimated seconds until the last image of the last pass; 0 if unknown."""
-        if not self._done_s:
-            return 0.0
-        left_s = max(0.0, max(self._done_s.values()) - time.monotonic())
-        is_last = self._pass + 1 == self.num_passes
-        return left_s if is_last else left_s + self._further * (self.elapsed_s + left_s)
+        """Estimated seconds until the last image; 0 if unknown."""
+        return 0.0 if self._done_s is None else max(0.0, self._done_s - time.monotonic())
 
     def state(self) -> dict[str, Any]:
         """Return A1111's ``state`` object."""

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from diffserve.api.types import ModelInfo
 from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
+from diffserve.media.upscaling import UPSCALERS
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.models.references import ReferenceFolder
 from diffserve.service.a1111.controlnets import API_VERSION, control_types, detect, module_list
-from diffserve.service.a1111.conversion import LANCZOS, NEAREST
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
 from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
 from diffserve.service.a1111.styles import FILE, read_styles
@@ -297,7 +297,7 @@ SCHEDULE_LIST: Final = [
 ]
 UPSCALER_LIST: Final = [
     {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    for name in ("None", LANCZOS, NEAREST)
+    for name in ("None", *(name.capitalize() for name in UPSCALERS))
 ]
 
 

@@ -83,7 +83,7 @@ class Txt2ImgBody(A1111Body):
     deadline_s: Deadline | None = None
 
     enable_hr: bool | None = None
-    hr_scale: Annotated[float, Field(gt=0.0, le=8.0)] | None = None
+    hr_scale: Annotated[float, Field(ge=1.0, le=8.0)] | None = None
     hr_upscaler: Label | None = None
     hr_second_pass_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] | None = None
     hr_resize_x: Grown | None = None

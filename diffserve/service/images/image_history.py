@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from diffserve.api.fields import FULL_INTERVAL
+from diffserve.api.sizes import SizePlan
 from diffserve.api.types import GenerationRequest, ImageResult
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.image_store import ImageStore, StoredImage
@@ -142,14 +143,12 @@ class HistoryWriter:
         self._history = history
         self._owner = owner
 
-    def add(
-        self, request: GenerationRequest, size: tuple[int, int], result: ImageResult, file: bytes, name: str
-    ) -> str:
+    def add(self, request: GenerationRequest, size: SizePlan, result: ImageResult, file: bytes, name: str) -> str:
         """Record an image and return its id; a failure is logged. Call it in a thread.
 
         Args:
             request: The request of the image.
-            size: Delivered (width, height) in pixels.
+            size: The delivered size, and the requested one.
             result: The result of the engine.
             file: The encoded image.
             name: The file name.
@@ -168,9 +167,7 @@ class HistoryWriter:
         return entry_id
 
 
-def recipe_of(
-    request: GenerationRequest, size: tuple[int, int], result: ImageResult, image_format: str
-) -> dict[str, Any]:
+def recipe_of(request: GenerationRequest, size: SizePlan, result: ImageResult, image_format: str) -> dict[str, Any]:
     """Return the parameters of ``result`` and how to repeat it.
 
     ``restore`` has a ``body`` for ``url``, to which the inputs in ``needs`` must be added.
@@ -191,7 +188,7 @@ def recipe_of(
         "prompt": result.prompt,
         "negative_prompt": result.negative_prompt,
         "prompt_rewriter": "off",
-        "size": f"{size[0]}x{size[1]}",
+        "size": "{}x{}".format(*size.recorded_px),
         "seed": result.seed,
         "num_inference_steps": result.num_steps,
         "output_format": image_format,
@@ -202,8 +199,8 @@ def recipe_of(
     return {
         "prompt": result.prompt,
         "original_prompt": result.original_prompt,
-        "width": size[0],
-        "height": size[1],
+        "width": size.width_px,
+        "height": size.height_px,
         "seed": result.seed,
         "variation_seed": result.variation_seed,
         "model_digest": result.model_digest,

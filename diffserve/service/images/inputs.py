@@ -19,7 +19,7 @@ from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.infotext_recipe import parse_sent, request_of
-from diffserve.media.start_picture import StartPicture, check_large_enough
+from diffserve.media.start_picture import StartPicture, check_large_enough, read_margins
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.models.loras import Lora
 from diffserve.models.references import Reference
@@ -89,6 +89,10 @@ def diffusion_of(
         _check_agree(schedule, "sigma_schedule", implied_schedule, f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
+    hires_sampler: str | None = getattr(body, "hires_sampler", None)
+    if hires_sampler is not None:
+        _check_sampler(hires_sampler, "hires_sampler")
+    _check_listed("hires_schedule", getattr(body, "hires_schedule", None), SIGMA_SCHEDULES)
     return DiffusionParams(
         sampler=sampler,
         num_steps=_one_of(body, "num_inference_steps", "steps"),
@@ -274,6 +278,11 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
         mask = reader.decode_mask(masks[0])
     elif mask is not None:
         warnings.append("there is no mask; the image is repainted where it is transparent.")
+    start = StartPicture(picture=image, mask=mask)
+    margins: str | None = getattr(body, "outpaint", None)
+    if margins is not None:
+        start = start.extended(read_margins(margins))
+        mask = start.mask
     strength = body.strength
     if strength is None:
         is_faithful = isinstance(body, EditBody) and body.input_fidelity == "high"
@@ -286,7 +295,7 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
         body = body.model_copy(update={"prompt": prompt})
         if not prompt:
             warnings.append("the image has no recorded prompt; its variation is generated without one.")
-    return body, Start(StartPicture(picture=image, mask=mask), strength, tuple(warnings))
+    return body, Start(start, strength, tuple(warnings))
 
 
 def _reference_bytes(image: AnyImage, name: str) -> bytes:

@@ -42,12 +42,12 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     Raises:
         ModerationBlocked: The safety filter blocks the image.
     """
-    size = width_px, height_px = plan.size.width_px, plan.size.height_px
+    width_px, height_px = plan.size.recorded_px
     file = plan.file(result, write_infotext(result, width_px=width_px, height_px=height_px))
     name = new_name(plan.image_format)
     url = {} if plan.urls is None else {"url": plan.urls.store(file, name)}
     history = plan.history
-    history_id = {} if history is None else {"history_id": history.add(plan.request, size, result, file, name)}
+    history_id = {} if history is None else {"history_id": history.add(plan.request, plan.size, result, file, name)}
     similarity = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
     return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),

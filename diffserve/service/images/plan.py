@@ -15,7 +15,7 @@ import msgspec
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import A1111, in_a1111
-from diffserve.api.sizes import SizePlan, fit_controls, fit_references, plan_size
+from diffserve.api.sizes import SizePlan, fit_controls, fit_references, plan_hires, plan_size
 from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
@@ -165,10 +165,12 @@ def plan_images(
     refuse_infotext(body)
     sentences: list[str] = []
     low, high = config.min_size_px, config.max_size_px
+    is_tiled = bool(getattr(body, "tile_size", None))
     if start is None:
-        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high)
+        size = plan_size(info, _size(body), min_side_px=low, max_side_px=high, is_tiled=is_tiled)
     else:
-        size = start.picture.plan(info, _size(body), min_side_px=low, max_side_px=high, may_shrink=True)
+        sides = {"min_side_px": low, "max_side_px": high}
+        size = start.picture.plan(info, _size(body), **sides, may_shrink=True, is_tiled=is_tiled)
         sentences += start.warnings
     if size.warning is not None:
         sentences.append(size.warning)
@@ -179,7 +181,9 @@ def plan_images(
     control_images = _decoded(body.controlnets, "controlnets", reader)
     reference_images = _decoded(body.references, "references", reader)
     diffusion = diffusion_of(body, control_images, reference_images)
-    generated_size = size.paint_width_px, size.paint_height_px
+    if start is None:
+        size = plan_hires(info, size, diffusion, min_side_px=low, max_side_px=high)
+    generated_size = size.start_px
     init, mask = None, None
     if start is not None:
         diffusion = _with_start(diffusion, start, has_prompt=bool(body.prompt.strip()))
@@ -204,11 +208,10 @@ def plan_images(
         request_id=request_id,
         **prompts,
         negative_prompt=in_a1111(body.negative_prompt or "", syntax),
-        width_px=size.paint_width_px,
-        height_px=size.paint_height_px,
-        control_images=fit_controls(
-            diffusion.controlnets, control_images, (size.width_px, size.height_px), generated_size
-        ),
+        width_px=generated_size[0],
+        height_px=generated_size[1],
+        hires_px=size.hires_px,
+        control_images=fit_controls(diffusion.controlnets, control_images, size.recorded_px, generated_size),
         reference_images=fit_references(reference_images),
         num_images=body.n or 1,
         best_of=body.best_of,
