@@ -1,4 +1,4 @@
-"""Prompt editing, alternation and composition in A1111's syntax: the texts of a prompt at each step (no torch).
+"""Prompt editing, alternation and composition in A1111's syntax, without torch: the texts that each step reads.
 
 Editing: ``[from:to:when]`` reads ``from`` until step ``when`` and ``to`` afterwards; ``[to:when]`` adds words and
 ``[from::when]`` removes them. ``when`` with a decimal point is a fraction of the steps, else a number of steps.

@@ -145,6 +145,14 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         (f"guidance-{value}", {"guidance_scale": value}, "guidance_scale", "invalid_value", json.dumps(value))
         for value in (-1, 31, "NaN", 1e308, True)
     ),
+    ("template-mode", {"template": "all"}, "template", "invalid_value", "all"),
+    ("template-type", {"template": 1}, "template", "invalid_value", "1"),
+    ("template-open", {"template": "random", "prompt": "a {cat"}, "prompt", "invalid_value", "does not close"),
+    ("template-file", {"template": "random", "prompt": "__../a__"}, "prompt", "invalid_value", "--wildcard-dir"),
+    ("template-all", {"template": "combinatorial", "prompt": "{a|b}" * 20}, "prompt", "invalid_value", "1048576"),
+    ("parts-nine", {"prompt": " AND ".join("abcdefghi")}, "prompt", "invalid_value", "has 9 parts"),
+    ("part-weight", {"prompt": "a AND b :11"}, "prompt", "invalid_value", "the weight 11"),
+    ("deep-brackets", {"prompt": "[a|" * 9 + "]" * 9}, "prompt", "invalid_value", "nested more than 8 deep"),
     ("threshold-zero", {"similarity_threshold": 0}, "similarity_threshold", "invalid_value", "more than 0"),
     ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "multiple of 0.05"),
     ("interval-text", {"guidance_interval": "0,1"}, "guidance_interval", "invalid_value", "list"),
