@@ -105,7 +105,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if self._applied_s is not None:
             self.forecast.learn_gap(now_s - self._applied_s)
         have_waited = self._rows_waited
-        newcomers = self._queue.assign(self._key) if not have_waited or self._was_postponed else ()
+        newcomers = tuple(self._queue.assign(self._key)) if not have_waited or self._was_postponed else ()
         self._rows_waited = (
             bool(newcomers)
             and not (have_waited or self._was_postponed)
