@@ -579,6 +579,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         sampler_dirs: Folders of learned samplers: ``sampler_dir`` of the profile, and the model's own.
         quality_profile: File with the meaning of the quality words, see :class:`ModelProfile`.
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
+        upscaler_dir: Folder of upscalers, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
     """
@@ -616,6 +617,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampler_dirs: tuple[str, ...] = ()
     quality_profile: str = ""
     controlnet_dir: str = ""
+    upscaler_dir: str = ""
     refiner: str = ""
     scorer: str = ""
 
@@ -691,6 +693,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         probe: At load, denoise a known image and refuse a model whose prediction type does not match.
         lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
+        upscaler_dir: Folder of upscaler files (.safetensors) that requests may name, in addition to the shipped one;
+            read again at each use; that of the first model counts. "": none.
         sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
         quality_profile: TOML file of ``diffserve calibrate`` with the meaning of the quality words, read again at each
             use; "auto": the shipped file of these weights, if there is one; "": none.
@@ -718,6 +722,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     embeddings_dir: str = ""
     lora_dir: str = ""
     controlnet_dir: str = ""
+    upscaler_dir: str = ""
     sampler_dir: str = ""
     quality_profile: str = "auto"
     refiner: str = ""

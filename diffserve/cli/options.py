@@ -86,6 +86,9 @@ SETTING_OPTIONS: Final = {
     "sampler_dir": SettingOption(
         "model.sampler_dir", "--sampler-dir", "Folder of learned samplers that requests can name.", "DIR"
     ),
+    "upscaler_dir": SettingOption(
+        "model.upscaler_dir", "--upscaler-dir", "Folder of upscalers that requests can name.", "DIR"
+    ),
     "refiner": SettingOption("model.refiner", "--refiner", "Run the last steps with this model.", "MODEL"),
     "scorer": SettingOption("model.scorer", "--scorer", SCORER_HELP, "DIR"),
     "device": SettingOption("model.device", "--device", "Device: auto, cpu, cuda, cuda:0, xpu or mps."),
@@ -103,7 +106,7 @@ SETTING_OPTIONS: Final = {
 }  # fmt: skip
 """Options that determine settings, by the name of their parameter."""
 
-FURTHER_FILES: Final = ("lora_dir", "controlnet_dir", "sampler_dir", "refiner", "scorer")
+FURTHER_FILES: Final = ("lora_dir", "controlnet_dir", "sampler_dir", "upscaler_dir", "refiner", "scorer")
 COMPONENTS: Final = ("dtype", "offload", "device_map", "vae", "text_encoder")
 
 

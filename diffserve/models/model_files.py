@@ -38,7 +38,8 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 CONVERT: Final = (
     "import sys, torch; from safetensors.torch import save_file; "
-    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
+    "d = next((d[k] for k in ('state_dict', 'params_ema', 'params') if k in d), d); "
     "save_file({k: v.clone().contiguous() for k, v in d.items() if isinstance(v, torch.Tensor)}, sys.argv[2])"
 )
 """Python program that converts a pickle file of weights to safetensors without running code in the file."""

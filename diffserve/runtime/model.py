@@ -243,6 +243,7 @@ class DiffusionModel:
             sampler_dirs=self.sampler_dirs,
             quality_profile=self.profile.quality_profile,
             controlnet_dir=self.profile.controlnet_dir,
+            upscaler_dir=self.profile.upscaler_dir,
             refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
             scorer=self.profile.scorer if self.scorer is None else self.scorer.name,
         )
