@@ -87,7 +87,8 @@ class UpscalerQueue(RequestQueue[UpscaleRequest]):
         queued.device_s += self._clock() - started_s
         queued.num_turns += 1
         image, upscaler = queued.image, queued.upscaler
-        assert image is not None and upscaler is not None
+        assert image is not None
+        assert upscaler is not None
         if image.is_done and self.cancel(queued.request.request_id):
             done = Upscaled(
                 request_id=queued.request.request_id,

@@ -210,14 +210,15 @@ def names_for(name: str, names: Iterable[str]) -> list[str]:
     return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]
 
 
-def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str) -> str:
+def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str, field: str = "") -> str:
     """Return the full name of the adapter that a request calls ``name``.
 
     Args:
         name: A full name, or its last part.
         usable: Names of the adapters that can be used; they take precedence.
         names: Names of all adapters.
-        what: Kind of the adapter: "LoRA" or "ControlNet".
+        what: Kind of the adapter: "LoRA", "ControlNet" or "upscaler".
+        field: Field of the request; "": the kind in lower case, in the plural.
 
     Raises:
         InvalidRequest: There is no such adapter, or there are several.
@@ -233,7 +234,7 @@ def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: s
         available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
         hint = f"the known ones are {available}." if usable else f"the server has none: start it with --{kind}-dir DIR."
         message = f"there is no {what} {name!r}; {hint}"
-    raise InvalidRequest(message, param=f"{kind}s", code=f"unknown_{kind}")
+    raise InvalidRequest(message, param=field or f"{kind}s", code=f"unknown_{kind}")
 
 
 def is_valid_name(name: str) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from diffserve.api.errors import NOT_FINITE, NumericalError
+from diffserve.api.errors import NumericalError
 from diffserve.models.upscalers import CompactShape, RrdbShape, SwinIRShape, UpscalerShape, read_upscaler
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
@@ -119,7 +119,7 @@ class Upscaler:
         large = self.network(x.to(self.dtype)).float()
         if not torch.isfinite(large).all():
             if self.dtype != torch.float16:
-                raise NumericalError(NOT_FINITE)
+                raise NumericalError("the upscaled image is not finite; choose another upscaler.")
             logger.warning("the upscaler overflows in float16; float32 is used from now on")
             self.network, self.dtype = self.network.float(), torch.float32
             self.num_bytes *= 2
