@@ -54,6 +54,11 @@ class UpscaleRequest(
         check_input_size(self.image.width_px, self.image.height_px)
         check_scheduling(self.deadline_s, self.priority)
 
+    @property
+    def model(self) -> str:
+        """Name of the image model, for queues: no model is needed, the device is that of the first one."""
+        return ""
+
 
 class Upscaled(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the enlarged image.

@@ -33,6 +33,9 @@ NEGATIVE = "Negative prompt: "
 ORIGINAL = "Original prompt"
 """Key of the prompt of the user, if the image was generated from a rewritten prompt."""
 
+UPSCALE = "Upscale"
+"""Key of the upscalers of an image that was enlarged after its generation."""
+
 SCHEDULE_LABELS = {
     "karras": "Karras",
     "exponential": "Exponential",

@@ -30,7 +30,9 @@ EMBEDDED_UPSCALER: Final = "embedded-4x"
 SHIPPED: Final = Path(__file__).resolve().parents[1] / "embedded" / "weights" / OWN_UPSCALERS
 """Folder of the upscalers that ship with diffserve."""
 
-FILTERS: Final = ("lanczos", "nearest")
+LANCZOS: Final = "lanczos"
+NEAREST: Final = "nearest"
+FILTERS: Final = (LANCZOS, NEAREST)
 """Upscalers that are filters instead of networks."""
 
 MAX_HEADER_BYTES: Final = 1 << 23
@@ -406,11 +408,28 @@ class UpscalerFolders:
 
     def _entries(self) -> dict[str, Path]:
         entries: dict[str, Path] = {}
-        for folder in filter(None, (self.path and Path(self.path).expanduser(), SHIPPED)):
-            files = find_below(Path(folder), lambda path: path.suffix in (SUFFIX, *PICKLE_SUFFIXES))
+        folders = [Path(self.path).expanduser(), SHIPPED] if self.path else [SHIPPED]
+        for folder in folders:
+            files = find_below(folder, lambda path: path.suffix in (SUFFIX, *PICKLE_SUFFIXES))
             named = {str(Path(name).with_suffix("")): path for name, path in reversed(files.items())}
             entries |= {name: path for name, path in sorted(named.items()) if name not in entries}
         return {name: path for name, path in entries.items() if is_valid_name(name) and name not in FILTERS}
+
+
+def default_upscaler(folder: str, *, has_world: bool) -> str:
+    """Return the upscaler of requests that name none.
+
+    It is the shipped one for the image world of the embedded model, else the first of the user's folder, else Lanczos.
+
+    Args:
+        folder: Folder of the user; "" if there is none.
+        has_world: Whether the model generates scenes of that world.
+    """
+    folders = UpscalerFolders(folder)
+    usable = folders.usable()
+    if has_world and EMBEDDED_UPSCALER in usable:
+        return EMBEDDED_UPSCALER
+    return next((name for name, path in usable.items() if not path.is_relative_to(SHIPPED)), LANCZOS)
 
 
 def _problem(path: Path) -> str:

@@ -20,6 +20,7 @@ from diffserve.media.provenance import header_of
 from diffserve.models.controlnets import ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
+from diffserve.models.upscalers import UpscalerFolders, default_upscaler
 from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
 from diffserve.service.http.openapi import REFS
@@ -195,6 +196,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
     """Describe an image model; sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
     loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
+    upscalers = UpscalerFolders(info.upscaler_dir)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
         "samplers": [*map(_sampler, SAMPLERS.values()), *map(_learned, LearnedSamplers.of(info).usable().values())],
@@ -218,6 +220,9 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "refused_loras": loras.refused(),
         "controlnets": list(controlnets.names()),
         "refused_controlnets": controlnets.refused(),
+        "upscalers": list(upscalers.names()),
+        "default_upscaler": default_upscaler(info.upscaler_dir, has_world=info.world is not None),
+        "refused_upscalers": upscalers.refused(),
         "refiner": info.refiner,
         "scorer": info.scorer,
         "safety_filter": config.safety_filter,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from diffserve.models.upscalers import CompactShape
 from diffserve.runtime.upscaling.compact import Compact
-from diffserve.training.training_loop import Look, Muon, Run, TrainSettings, adamw
+from diffserve.training.training_loop import Look, Run, TrainSettings, muon_and_adamw
 from diffserve.training.upscaler_sprites import FACTOR, render_large
 from diffserve.training.vae_training import to_unit
 from diffserve.world.render import render
@@ -145,11 +145,11 @@ def train_upscaler(
         The network with averaged weights.
     """
     torch.manual_seed(settings.seed)
-    net = build_upscaler().train().to(settings.device, memory_format=torch.channels_last)
-    hidden = [layer.weight for layer in list(net.body)[1:-1] if isinstance(layer, nn.Conv2d)]
-    taken = {id(parameter) for parameter in hidden}
-    others = [parameter for parameter in net.parameters() if id(parameter) not in taken]
-    optimizers = [Muon(hidden, lr=settings.learning_rate), adamw(others, settings)]
+    net = build_upscaler().train().to(settings.device)
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's own types
+    inner = {f"body.{2 * index}.weight" for index in range(1, SHAPE.num_convs + 1)}
+    hidden = [parameter for name, parameter in net.named_parameters() if name in inner]
+    optimizers = muon_and_adamw(net, hidden, settings)
     run = Run("upscaler", net, settings, work, optimizers, made_from=made_from)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     source = batches(vae, settings.batch_size, settings.seed + run.iteration)

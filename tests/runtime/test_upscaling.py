@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -265,12 +266,13 @@ def new_rrdb_names(name: str) -> str:
 @pytest.mark.parametrize("layout", ["old", "middle", "new", "wrapped"])
 def test_every_layout_of_rrdb_files_is_read(name: str, layout: str, tmp_path: Path) -> None:
     shape, tensors = RRDBS[name], random_tensors(RRDBS[name])
-    rename = {
+    renames: dict[str, Callable[[str], str]] = {
         "old": lambda key: old_rrdb_names(shape, key),
         "middle": middle_rrdb_names,
         "new": new_rrdb_names,
         "wrapped": lambda key: f"params_ema.{new_rrdb_names(key)}",
-    }[layout]
+    }
+    rename = renames[layout]
     file = tmp_path / "a.safetensors"
     save_file({rename(key): tensor for key, tensor in tensors.items()}, file)
     assert read_upscaler(file).shape == shape
@@ -416,7 +418,8 @@ def test_weights_of_tiles_sum_to_one(length: int) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 30)])
 def test_sizes_that_do_not_fit_the_windows_are_padded_and_cropped(size: tuple[int, int], tmp_path: Path) -> None:
-    for index, shape in enumerate((SWINIR, replace(RRDB, fold=2), COMPACT)):
+    shapes: tuple[UpscalerShape, ...] = (SWINIR, replace(RRDB, fold=2), COMPACT)
+    for index, shape in enumerate(shapes):
         upscaler = Upscaler.load(write_upscaler(tmp_path / f"{index}.safetensors", shape), CPU)
         assert upscaler.upscale(pixels(*size)).shape == (size[0] * shape.scale, size[1] * shape.scale, 3)
 

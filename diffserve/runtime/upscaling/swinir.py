@@ -162,7 +162,8 @@ class SwinGroup(nn.Module):
         hidden = x
         for block in self.residual_group.blocks:
             hidden = block(hidden)
-        return x + self.conv(hidden.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        result: Tensor = x + self.conv(hidden.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return result
 
 
 class _PatchEmbed(nn.Module):

@@ -120,13 +120,13 @@ class TiledImage:
     def _weights(self, span: Span, length: int) -> Floats:
         """Return the weight of each enlarged pixel from ``span.low`` to ``span.high``."""
         scale = self.plan.scale
-        place = (np.arange(scale * (span.high - span.low), dtype=np.float32) + 0.5) / scale + span.low
-        weight = np.ones_like(place)
+        place = (np.arange(scale * (span.high - span.low)) + 0.5) / scale + span.low
+        weight = np.ones(len(place))
         if span.start > 0:
             weight *= ((place - (span.start - BLEND_PX)) / (2 * BLEND_PX)).clip(0, 1)
         if span.end < length:
             weight *= ((span.end + BLEND_PX - place) / (2 * BLEND_PX)).clip(0, 1)
-        return weight
+        return weight.astype(np.float32)
 
 
 def _round_up(number: int, multiple: int) -> int:
