@@ -97,6 +97,9 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         refused_loras: Files in the LoRA folder that cannot be used, with the reasons.
         controlnets: ControlNets that a request may name.
         refused_controlnets: Files in the ControlNet folder that cannot be used, with the reasons.
+        upscalers: Upscalers that a request may name.
+        default_upscaler: Upscaler of requests that name none.
+        refused_upscalers: Files in the upscaler folder that cannot be used, with the reasons.
         refiner: Name and digest of the refiner model, empty if there is none.
         scorer: The model that ranks images for ``best_of``, empty if there is none.
         safety_filter: The filter of prompts and images, empty if there is none.
@@ -129,6 +132,9 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     refused_loras: dict[str, str] = {}
     controlnets: tuple[str, ...] = ()
     refused_controlnets: dict[str, str] = {}
+    upscalers: tuple[str, ...] = ()
+    default_upscaler: str = ""
+    refused_upscalers: dict[str, str] = {}
     refiner: str = ""
     scorer: str = ""
     safety_filter: str = ""

@@ -411,7 +411,8 @@ def test_weights_of_tiles_sum_to_one(length: int) -> None:
     total = np.zeros(2 * length)
     for span in plan.spans(length):
         assert span.low % 8 == 0
-        assert (span.start == 0 or span.start - span.low == plan.margin_px) and span.end - span.start >= min(length, 16)
+        assert span.start == 0 or span.start - span.low == plan.margin_px
+        assert span.end - span.start >= min(length, 16)
         total[2 * span.low : 2 * span.high] += image._weights(span, length)
     assert np.allclose(total, 1)
 

@@ -29,13 +29,15 @@ def doctor(
     return run(settings.load(), gpu)
 
 
-@with_settings("model", "config", "lora_dir", "controlnet_dir", "sampler_dir", "embeddings_dir", "data_dir")
+@with_settings(
+    "model", "config", "lora_dir", "controlnet_dir", "sampler_dir", "upscaler_dir", "embeddings_dir", "data_dir"
+)
 def list_names(
     *,
     kind: Annotated[
         str,
         typer.Argument(
-            help="Kind of name: samplers, models, loras, controlnets, embeddings or styles.", metavar="KIND"
+            help="Kind of name: samplers, models, loras, controlnets, upscalers, embeddings or styles.", metavar="KIND"
         ),
     ],
     server: ServerOption = None,
