@@ -145,7 +145,7 @@ def job_of(body: ExtrasBody, file: bytes, reader: ImageDecoder, upscalers: Upsca
     share = body.extras_upscaler_2_visibility or 0.0
     job = partial(read_job, file, reader, upscalers, upscaler=first or "lanczos")
     if first is None:  # as in A1111, the image keeps its size
-        return job(scale=1.0)
+        return msgspec.structs.replace(job(scale=1.0), infotext=reader.read_infotext(file, may_shorten=True))
     mixed_with = (second, share) if second is not None and share > 0.0 else None
     if not body.resize_mode:
         return job(scale=body.upscaling_resize or DEFAULT_SCALE, mixed_with=mixed_with)

@@ -113,7 +113,7 @@ class UpscaleJob(msgspec.Struct, frozen=True, kw_only=True):
         upscaler: Full name of a network, or a filter.
         target: Size of the result.
         kind: What the provenance marks say of the result; None: no model changed it.
-        infotext: Parameters of the result.
+        infotext: Parameters of the result; None: it has none.
         mixed_with: A second upscaler and the share of its result, if there is one.
     """
 
@@ -121,7 +121,7 @@ class UpscaleJob(msgspec.Struct, frozen=True, kw_only=True):
     upscaler: str
     target: TargetSize
     kind: Kind | None
-    infotext: str
+    infotext: str | None
     mixed_with: tuple[str, float] | None = None
 
     @property
