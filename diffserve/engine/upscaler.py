@@ -1,4 +1,4 @@
-"""Upscaling beside image generation: one tile of one image between two image steps.
+"""Upscaling: one tile of one image between two image steps.
 
 Up to ``MAX_ACTIVE`` images are in progress and take turns; interactive requests come before batch work.
 """

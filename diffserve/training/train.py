@@ -1,8 +1,9 @@
 """The recipe of the embedded model: ``python -m diffserve.training.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; its output ships), vae, denoiser
-(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each stage writes a bill of its time and
-operations next to its checkpoint. CUDA is used where available. ``--start`` continues from exported weights.
+(with its tokenizer), tune, preview, distill (which truncates), upscaler (its sprites ship), rewriter, card. Each stage
+writes a bill of its time and operations next to its checkpoint. CUDA is used where available. ``--start`` continues
+from exported weights.
 
 The shipped weights were trained in several runs with changing settings (``training.json`` lists them). The recipe here
 is one run of the same total length with the final settings, followed by ``finish`` and ``tune`` as they were run. To
@@ -18,6 +19,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +39,7 @@ from diffserve.training import distillation, samples, truncation
 from diffserve.training.adapters import LESSONS, lessons_held_out, train_adapter
 from diffserve.training.denoiser_training import Denoiser, continue_denoiser, train_denoiser, train_tokenizer
 from diffserve.training.eval.captions import BEST_GUIDANCE
-from diffserve.training.eval.upscaler import evaluate as evaluate_upscaler
+from diffserve.training.eval.upscaler import compare
 from diffserve.training.export import export, fold_normalisation
 from diffserve.training.latents import LatentScenes, channel_statistics, encode_scenes, normalise, tuning_scenes
 from diffserve.training.preview_training import fidelity_db, save_preview, train_preview
@@ -46,7 +48,7 @@ from diffserve.training.rewriter_training import SHIPPED as REWRITER
 from diffserve.training.rewriter_training import score_rewriter, train_rewriter
 from diffserve.training.training_loop import Look, TrainSettings, fingerprint
 from diffserve.training.upscaler_sprites import build_sprites
-from diffserve.training.upscaler_training import save_upscaler, train_upscaler
+from diffserve.training.upscaler_training import enlarge_by, save_upscaler, train_upscaler
 from diffserve.training.vae_training import round_trip_db, train_vae
 from diffserve.world.captions import held_out
 from diffserve.world.render import build_atlas
@@ -358,7 +360,7 @@ def upscaler(
     )
 
     def look(net: Compact, iteration: int) -> None:
-        scored = evaluate_upscaler(net, autoencoder, count=16)["inputs"]
+        scored = compare(partial(enlarge_by, net), autoencoder, count=16)["inputs"]
         gains = ", ".join(f"{kind} {row['gain_db']:+.2f} dB" for kind, row in scored.items())
         print(f"upscaler {iteration}: {gains} over Lanczos", flush=True)
 
@@ -393,6 +395,7 @@ def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) 
     preview(work, device)
     distill(work, device)
     adapters(work, device, start=work / "weights")
+    upscaler(work, device, iterations=5_000, start=work / "weights")
     rewriter(work, device)
     card(work)
 

@@ -117,6 +117,15 @@ def build_upscaler() -> Compact:
     return net
 
 
+@torch.inference_mode()
+def enlarge_by(net: Compact, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Enlarge an image (H, W, 3) by a network on any device."""
+    parameter = next(net.parameters())
+    x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].to(parameter) / 255
+    large: NDArray[np.uint8] = net(x)[0].float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+    return large
+
+
 def charbonnier(painted: Tensor, truth: Tensor) -> Tensor:
     """Compute the mean of sqrt(error^2 + epsilon^2) (Charbonnier et al., 1994)."""
     return ((painted - truth).square() + CHARBONNIER_EPSILON**2).sqrt().mean()

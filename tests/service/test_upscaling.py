@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -236,21 +237,14 @@ def test_webuiapi_upscales_one_image_and_several(upscaling: RunningServer) -> No
     assert empty.status_code == 400
 
 
-def test_images_are_the_same_beside_upscaling(upscaling: RunningServer) -> None:
+def test_images_are_the_same_during_an_upscaling(upscaling: RunningServer) -> None:
     alone = upscaling.paint(seed=3, num_steps=8).json()["data"][0]["b64_json"]
     sent = in_base64(picture(512, 512))
-    with httpx.Client(base_url=upscaling.url, timeout=120) as other:
-        import threading
-
-        answers: list[httpx.Response] = []
-        beside = threading.Thread(
-            target=lambda: answers.append(other.post(ROUTE, json={"image": sent, "upscaler": EMBEDDED_UPSCALER}))
-        )
-        beside.start()
+    with ThreadPoolExecutor(1) as thread:
+        upscaled = thread.submit(post, upscaling, image=sent, upscaler=EMBEDDED_UPSCALER)
         again = upscaling.paint(seed=3, num_steps=8).json()["data"][0]["b64_json"]
-        beside.join()
+        assert upscaled.result().json()["size"] == "2048x2048"
     assert again == alone
-    assert answers[0].json()["size"] == "2048x2048"
 
 
 def test_a_client_that_hangs_up_stops_the_upscaling(upscaling: RunningServer) -> None:

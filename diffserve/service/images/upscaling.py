@@ -1,6 +1,6 @@
 """``POST /v1/images/upscale``, and the work that A1111's ``extra-*-image`` routes share with it.
 
-An image is enlarged by a network, tile by tile beside the generation of images in the engine, or by a filter in a
+An image is enlarged by a network in the engine, tile by tile between the steps of other images, or by a filter in a
 thread of this process. Every result passes the safety filter and gets provenance marks.
 """
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
 import numpy as np
-import torch
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from PIL import Image
-from torch import nn
 
+from diffserve.engine import Engine
 from diffserve.experiments.intervals import bootstrap_interval
 from diffserve.experiments.metrics.fidelity import psnr_db
+from diffserve.runtime import choose_device
+from diffserve.runtime.upscaling.network import Upscaler
 from diffserve.training.upscaler_sprites import FACTOR, render_large
 from diffserve.training.upscaler_training import reduce, round_trip
 from diffserve.world.captions import HELD_OUT_SEED
@@ -23,18 +26,12 @@ from diffserve.world.render import render
 from diffserve.world.scenes import Scene, scenes
 
 Pixels = NDArray[np.uint8]
+Enlarge = Callable[[Pixels], Pixels]
 NUM_SCENES: Final = 96
+FIRST: Final = 8
+"""Number of scenes whose gains are recorded one by one."""
+
 BASELINES: Final = {"lanczos": Image.Resampling.LANCZOS, "bicubic": Image.Resampling.BICUBIC}
-
-
-def enlarge_by_network(net: nn.Module, pixels: Pixels) -> Pixels:
-    """Enlarge an image (H, W, 3) by a network that works in 0..1."""
-    parameter = next(net.parameters())
-    with torch.inference_mode():
-        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].to(parameter) / 255
-        large = net(x)[0].float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
-    enlarged: Pixels = large
-    return enlarged
 
 
 def enlarge(pixels: Pixels, resampling: Image.Resampling) -> Pixels:
@@ -54,14 +51,30 @@ def inputs(vae: AutoencoderKL | None = None) -> dict[str, Callable[[Scene], Pixe
     return kinds
 
 
-def evaluate(net: nn.Module, vae: AutoencoderKL | None = None, count: int = NUM_SCENES) -> dict[str, Any]:
-    """Measure ``count`` held-out scenes as one JSON document: mean PSNR in dB, and the paired gain over Lanczos."""
+def evaluate(file: Path, engine: Engine, count: int = NUM_SCENES) -> dict[str, Any]:
+    """Measure an upscaler on held-out scenes as it is served, as one JSON document.
+
+    Args:
+        file: The upscaler.
+        engine: Engine of the embedded model, whose autoencoder makes one kind of input.
+        count: Number of scenes.
+
+    Returns:
+        Mean PSNR in dB, and the paired gain over Lanczos with its 95 % interval, for each kind of input.
+    """
+    served = Upscaler.load(file, choose_device("cpu", "float32"))
+    document = compare(served.upscale, engine.model.vae.network, count)
+    return {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | document
+
+
+def compare(enlarge_by_network: Enlarge, vae: AutoencoderKL | None = None, count: int = NUM_SCENES) -> dict[str, Any]:
+    """Measure a function that enlarges images (H, W, 3) four times on ``count`` held-out scenes."""
     selected = list(islice(scenes(HELD_OUT_SEED, held_out=True), count))
     truths = [render_large(scene) for scene in selected]
     document: dict[str, Any] = {"count": count, "factor": FACTOR, "inputs": {}}
     for kind, draw in inputs(vae).items():
         small = [draw(scene) for scene in selected]
-        painted = {"upscaler": [enlarge_by_network(net, pixels) for pixels in small]}
+        painted = {"upscaler": [enlarge_by_network(pixels) for pixels in small]}
         painted |= {name: [enlarge(pixels, of) for pixels in small] for name, of in BASELINES.items()}
         scores = {
             name: [psnr_db(image, truth) for image, truth in zip(images, truths, strict=True)]
@@ -74,5 +87,6 @@ def evaluate(net: nn.Module, vae: AutoencoderKL | None = None, count: int = NUM_
             "gain_db": round(mean(gains), 3),
             "gain_interval_db": [round(low, 3), round(high, 3)],
             "worse_than_lanczos": sum(gain < 0 for gain in gains),
+            "first_gains_db": [round(gain, 3) for gain in gains[:FIRST]],
         }
     return document

@@ -1,4 +1,4 @@
-"""Upscaling beside images: one tile between two steps, with cancellation, deadlines and clear errors."""
+"""Upscaling next to images: one tile between two steps, with cancellation, deadlines and clear errors."""
 
 from __future__ import annotations
 
