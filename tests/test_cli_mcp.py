@@ -15,6 +15,7 @@ import pytest
 from diffserve.cli import main
 from diffserve.media.images import decode_image
 from tests.service.server import ROOT, SOON_S, RunningServer, wait_for
+from tests.service.test_bad_input import PIXEL
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def test_an_assistant_lists_the_tools_and_calls_each(text_server: RunningServer,
 
     async def session(client: Any) -> None:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-        assert set(tools) == {"generate_image", "edit_image", "rewrite_prompt"}
+        assert set(tools) == {"generate_image", "edit_image", "upscale_image", "rewrite_prompt"}
         assert "ctx" not in tools["generate_image"].input_schema["properties"]
         arguments = {"prompt": "a red fox", "n": 2, "seed": 7, "steps": 3, "size": "64x64"}
         painted = await client.call_tool("generate_image", arguments, progress_callback=listen)
@@ -91,6 +92,12 @@ def test_an_assistant_lists_the_tools_and_calls_each(text_server: RunningServer,
         assert len(edited) == 1
         picture = decode_image(base64.b64decode(edited.pop()))
         assert (picture.width_px, picture.height_px) == (64, 64)
+        large = await client.call_tool("upscale_image", {"image": first["name"], "upscaler": "embedded-4x"})
+        assert not large.is_error, large.content
+        assert large.structured_content["size"] == "256x256"
+        half = {"image": large.structured_content["name"], "scale": 0.5, "upscaler": "nearest"}
+        smaller = await client.call_tool("upscale_image", half)
+        assert decode_image(base64.b64decode(smaller.content[0].data)).width_px == 128
         worded = await client.call_tool("rewrite_prompt", {"prompt": "2 doggos"})
         assert worded.structured_content["prompts"] == [worded.content[0].text]
 
@@ -108,6 +115,8 @@ def test_errors_use_the_messages_of_the_server(server: RunningServer) -> None:
         ("edit_image", {"prompt": "a", "image": "/etc/passwd"}, "image"),
         ("edit_image", {"prompt": "a", "image": "no such picture"}, "neither a known image name"),
         ("edit_image", {"prompt": "a", "image": "foxes123"}, "neither a known image name"),
+        ("upscale_image", {"image": "no such picture"}, "neither a known image name"),
+        ("upscale_image", {"image": PIXEL, "upscaler": "warp"}, "there is no upscaler 'warp'"),
         ("rewrite_prompt", {"prompt": "a"}, "language model"),
     )
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"bench", "c2pa", "cluster", "mcp", "otel", "test", "dev", "docs"}
 WEIGHTS_LIMIT_BYTES = 60_000_000  # of all models together, in 16 bits
-TRACKED_LIMIT_BYTES = 57 << 20
+TRACKED_LIMIT_BYTES = 60 << 20
 """The checkout is carried to machines without a network, with the wheels they lack, in at most 64 MiB."""
 
 
@@ -28,7 +28,7 @@ def tracked(*places: str) -> set[str]:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a git checkout says which files are tracked")
-def test_tracked_files_stay_under_57_mebibytes() -> None:
+def test_tracked_files_stay_under_60_mebibytes() -> None:
     sizes = {name: (ROOT / name).stat().st_size for name in tracked()}
     largest = sorted(sizes.items(), key=lambda item: item[1], reverse=True)[:20]
     assert sum(sizes.values()) < TRACKED_LIMIT_BYTES, f"the largest files: {largest}"

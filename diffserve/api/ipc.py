@@ -21,15 +21,18 @@ from diffserve.api.rewrite_types import RewriteEvent, RewriteRequest
 from diffserve.api.stage_types import DecodeRequest, DecodingEvent, EncodeRequest, EncodingEvent
 from diffserve.api.text_types import LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import Event, GenerationRequest, ModelInfo, ModelProfile, ServedModel
+from diffserve.api.upscale_types import UpscaleEvent, UpscaleRequest
 from diffserve.settings.config import EngineConfig, TextSettings
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-AnyRequest = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
+AnyRequest = (
+    GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | UpscaleRequest | EncodeRequest | DecodeRequest
+)
 """A request is a command by itself; the engine answers with its events, or with Rejected."""
 
-AnyEvent = Event | TextEvent | RewriteEvent | EmbeddingEvent | EncodingEvent | DecodingEvent
+AnyEvent = Event | TextEvent | RewriteEvent | EmbeddingEvent | UpscaleEvent | EncodingEvent | DecodingEvent
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -42,7 +42,9 @@ CHECKER: Final = "checker"
 """Name of the built-in scorer, which checks images of the embedded model."""
 MAX_STEPS = 1_000_000
 LANCZOS: Final = "lanczos"
-"""Name of the default upscaler."""
+NEAREST: Final = "nearest"
+FILTERS: Final = (LANCZOS, NEAREST)
+"""Upscalers that are filters instead of networks; the first is the default of hires fix."""
 
 E = TypeVar("E")
 
@@ -735,6 +737,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
         wildcard_dir: Folder of wildcards, see :class:`ModelProfile`.
         reference_dir: Folder of IP-Adapters, see :class:`ModelProfile`.
+        upscaler_dir: Folder of upscalers, see :class:`ModelProfile`.
         refiner: Name and digest of the refiner; "": none.
         scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
     """
@@ -774,6 +777,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     controlnet_dir: str = ""
     wildcard_dir: str = ""
     reference_dir: str = ""
+    upscaler_dir: str = ""
     refiner: str = ""
     scorer: str = ""
 
@@ -851,6 +855,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
         reference_dir: Folder of IP-Adapters (.safetensors) and their CLIP image encoders, read again at each use; "":
             none.
+        upscaler_dir: Folder of upscaler files (.safetensors) that requests may name, in addition to the shipped one;
+            read again at each use; that of the first model counts. "": none.
         sampler_dir: Folder of learned samplers (.json) that requests may name, read again at each use; "": none.
         wildcard_dir: Folder of text files (.txt) that templates may name as __NAME__, read again at each use; "": none.
         quality_profile: TOML file of ``diffserve calibrate`` with the meaning of the quality words, read again at each
@@ -880,6 +886,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_dir: str = ""
     controlnet_dir: str = ""
     reference_dir: str = ""
+    upscaler_dir: str = ""
     sampler_dir: str = ""
     wildcard_dir: str = ""
     quality_profile: str = "auto"

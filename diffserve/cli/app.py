@@ -13,7 +13,7 @@ import typer
 
 from diffserve.api.errors import DiffserveError
 from diffserve.cli.commands.machine import doctor, list_names, prune, warm
-from diffserve.cli.commands.paint import batch, generate, rewrite
+from diffserve.cli.commands.paint import batch, generate, rewrite, upscale
 from diffserve.cli.commands.serve import cluster_app, keys_app, mcp, serve
 from diffserve.cli.commands.study import calibrate, sweep, verify
 from diffserve.cli.start import end_soon, own_process, refuse
@@ -102,7 +102,7 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, batch, rewrite, serve, sweep, calibrate, verify, doctor, warm, prune, mcp):
+for command in (generate, upscale, batch, rewrite, serve, sweep, calibrate, verify, doctor, warm, prune, mcp):
     app.command()(command)
 app.command("list")(list_names)
 for group in (keys_app, cluster_app):

@@ -2,7 +2,7 @@
 
 The tools call the server through ``diffserve.client`` and return image content, parameters as structured content, and
 progress notifications. A cancelled call closes its connection, which cancels the work on the server. Recent images
-have names that ``edit_image`` accepts as input.
+have names that ``edit_image`` and ``upscale_image`` accept as input.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, T
 from pydantic import BaseModel, Field
 
 from diffserve.api.errors import ConfigError, DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.api.upscale_types import MAX_FACTOR
 from diffserve.client import (
     AsyncClient,
     AsyncStream,
@@ -96,6 +97,14 @@ class ToolImages(BaseModel):
     recipe: dict[str, Any]
 
 
+class UpscaledToolImage(BaseModel):
+    """Name of an upscaled image, accepted by the other tools, its size as WIDTHxHEIGHT, and the upscaler."""
+
+    name: str
+    size: str
+    upscaler: str
+
+
 class RewrittenPrompts(BaseModel):
     """Prompts for a wish, the most likely first. The wish itself is returned if no rewrite is better."""
 
@@ -119,6 +128,7 @@ class Tools:
         server = MCPServer("diffserve", version=__version__, instructions=INSTRUCTIONS, log_level="WARNING")
         server.tool(title="Generate images", annotations=GENERATE_HINTS)(self.generate_image)
         server.tool(title="Edit an image", annotations=GENERATE_HINTS)(self.edit_image)
+        server.tool(title="Upscale an image", annotations=GENERATE_HINTS)(self.upscale_image)
         server.tool(title="Rewrite a prompt", annotations=READ_ONLY_HINTS)(self.rewrite_prompt)
         return server
 
@@ -173,6 +183,33 @@ class Tools:
         except DiffserveError as error:
             raise ToolError(error.message) from None
         return await self._paint(self._client.edit_stream(prompt, start, marked or None, **fields), n, ctx)
+
+    async def upscale_image(
+        self,
+        image: InputImage,
+        upscaler: Annotated[
+            str | None, Field(description="Upscaler of the server, lanczos or nearest. Default: the server's own.")
+        ] = None,
+        scale: Annotated[
+            float | None, Field(description="Enlargement. Default: that of the upscaler.", gt=0, le=MAX_FACTOR)
+        ] = None,
+        size: Annotated[str | None, Field(description="WIDTHxHEIGHT in pixels instead of scale.")] = None,
+    ) -> Annotated[CallToolResult, UpscaledToolImage]:
+        """Enlarge an image."""
+        try:
+            fields = without_none(upscaler=upscaler, scale=scale, size=size)
+            result = await self._client.upscale(self._image_bytes(image, "image"), **fields)
+        except DiffserveError as error:
+            raise ToolError(error.message) from None
+        self._recent[result.id] = result.file
+        described = UpscaledToolImage(name=result.id, size=result.size, upscaler=result.upscaler)
+        file = base64.b64encode(result.file).decode("ascii")
+        text = "\n".join([f"{described.name}: {described.size}, by {described.upscaler}", *result.warnings])
+        content: list[ContentBlock] = [
+            ImageContent(type="image", data=file, mime_type=f"image/{result.output_format}"),
+            TextContent(type="text", text=text),
+        ]
+        return CallToolResult(content=content, structured_content=described.model_dump())
 
     async def rewrite_prompt(
         self,

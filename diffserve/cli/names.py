@@ -13,12 +13,15 @@ from diffserve.cli.generate import note, open_engine
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import PROFILES
 
-Kind = Literal["samplers", "models", "loras", "controlnets", "references", "embeddings", "wildcards", "styles"]
+Kind = Literal[
+    "samplers", "models", "loras", "controlnets", "references", "upscalers", "embeddings", "wildcards", "styles"
+]
 REWRITER_STYLE: Final = "prompt style for rewrite --style"
 FIELDS: Final[Mapping[str, tuple[str, str]]] = {
     "loras": ("loras", "refused_loras"),
     "controlnets": ("controlnets", "refused_controlnets"),
     "references": ("references", "refused_references"),
+    "upscalers": ("upscalers", "refused_upscalers"),
     "embeddings": ("learnt_words", "refused_words"),
     "wildcards": ("wildcards", ""),
 }
@@ -49,6 +52,11 @@ def run(kind: Kind, settings: Settings) -> int:
             _print(dict.fromkeys(style_names(), REWRITER_STYLE))
             folder = Path(settings.serve.data_dir).expanduser()
             _print({style.name: f"prompt style from {FILE}" for style in read_styles(folder)})
+        case "upscalers":
+            from diffserve.models.upscalers import UpscalerFolders
+
+            folders = UpscalerFolders(settings.model.upscaler_dir)
+            _print_of_model(kind, {"upscalers": folders.names(), "refused_upscalers": folders.refused()})
         case _:
             from diffserve.service.models import image_capabilities
 

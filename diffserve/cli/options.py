@@ -93,6 +93,9 @@ SETTING_OPTIONS: Final = {
     "wildcard_dir": SettingOption(
         "model.wildcard_dir", "--wildcard-dir", "Folder of text files for wildcards in prompt templates.", "DIR"
     ),
+    "upscaler_dir": SettingOption(
+        "model.upscaler_dir", "--upscaler-dir", "Folder of upscalers that requests can name.", "DIR"
+    ),
     "refiner": SettingOption("model.refiner", "--refiner", "Run the last steps with this model.", "MODEL"),
     "scorer": SettingOption("model.scorer", "--scorer", SCORER_HELP, "DIR"),
     "device": SettingOption("model.device", "--device", "Device: auto, cpu, cuda, cuda:0, xpu or mps."),
@@ -111,7 +114,8 @@ SETTING_OPTIONS: Final = {
 """Options that determine settings, by the name of their parameter."""
 
 FURTHER_FILES: Final = (
-    *("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "refiner", "scorer"),
+    *("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"),
+    *("refiner", "scorer"),
 )
 COMPONENTS: Final = ("dtype", "offload", "device_map", "vae", "text_encoder")
 

@@ -44,6 +44,7 @@ from diffserve.client.images import (
     PartialImage,
     Progress,
     Provenance,
+    UpscaledImage,
 )
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
@@ -60,6 +61,7 @@ from diffserve.client.recipe import (
     RewriterFields,
     StreamedEditFields,
     StreamedImageFields,
+    UpscaleFields,
 )
 from diffserve.client.responses import (
     EmbeddingFields,
@@ -182,6 +184,8 @@ __all__ = [
     "StreamedImageFields",
     "TextTimings",
     "TextUsage",
+    "UpscaleFields",
+    "UpscaledImage",
     "UsedDay",
     "World",
     "ask_for",

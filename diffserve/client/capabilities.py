@@ -100,6 +100,9 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         references: IP-Adapters that a request's references may name.
         refused_references: Files in the folder of IP-Adapters that cannot be used, with the reasons.
         wildcards: Names that a template may use as __NAME__.
+        upscalers: Upscalers that a request may name.
+        default_upscaler: Upscaler of requests that name none.
+        refused_upscalers: Files in the upscaler folder that cannot be used, with the reasons.
         refiner: Name and digest of the refiner model, empty if there is none.
         scorer: The model that ranks images for ``best_of``, empty if there is none.
         safety_filter: The filter of prompts and images, empty if there is none.
@@ -135,6 +138,9 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     references: tuple[str, ...] = ()
     refused_references: dict[str, str] = {}
     wildcards: tuple[str, ...] = ()
+    upscalers: tuple[str, ...] = ()
+    default_upscaler: str = ""
+    refused_upscalers: dict[str, str] = {}
     refiner: str = ""
     scorer: str = ""
     safety_filter: str = ""

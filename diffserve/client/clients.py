@@ -263,6 +263,7 @@ class Client:
     edit = _blocking(AsyncClient.edit)
     edit_stream = _opening(AsyncClient.edit_stream)
     vary = _blocking(AsyncClient.vary)
+    upscale = _blocking(AsyncClient.upscale)
     verify = _blocking(AsyncClient.verify)
     cancel = _blocking(AsyncClient.cancel)
     interrupt = _blocking(AsyncClient.interrupt)

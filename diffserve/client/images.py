@@ -16,6 +16,7 @@ from diffserve.client.recipe import (
     Recipe,
     StreamedEditFields,
     StreamedImageFields,
+    UpscaleFields,
 )
 from diffserve.client.transport import (
     JSON,
@@ -32,6 +33,7 @@ from diffserve.client.transport import (
 GENERATIONS: Final = "/v1/images/generations"
 EDITS: Final = "/v1/images/edits"
 VARIATIONS: Final = "/v1/images/variations"
+UPSCALE: Final = "/v1/images/upscale"
 VERIFY: Final = "/v1/provenance/verify"
 
 
@@ -70,6 +72,45 @@ class Images(Recipe, frozen=True, kw_only=True):
 
     created: int
     images: tuple[ImageFile, ...] = msgspec.field(name="data")
+
+
+class UpscaledFile(msgspec.Struct, frozen=True):
+    """File of an upscaled image."""
+
+    file: bytes = msgspec.field(name="b64_json")
+
+
+class UpscaledImage(msgspec.Struct, frozen=True, kw_only=True):
+    """Upscaled image.
+
+    Attributes:
+        id: The ID of the request.
+        created: When it was made, in seconds of the Unix clock.
+        files: Its file.
+        output_format: "png", "jpeg" or "webp".
+        size: Width and height in pixels, as "512x512".
+        upscaler: The upscaler that was used.
+        scale: The enlargement.
+        warnings: Sentences for the user.
+    """
+
+    id: str
+    created: int
+    files: tuple[UpscaledFile, ...] = msgspec.field(name="data")
+    output_format: str
+    size: str
+    upscaler: str
+    scale: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> bytes:
+        """The bytes of the file."""
+        return self.files[0].file
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, including its metadata, to ``path``."""
+        Path(path).write_bytes(self.file)
 
 
 class FoundXmp(msgspec.Struct, frozen=True):
@@ -303,6 +344,21 @@ class ImageMethods(HttpClient):
             InvalidRequest: A field is wrong, or the file is not a readable image.
         """
         return await self._call("POST", VARIATIONS, Images, {"image": _base64(image), **fields})
+
+    async def upscale(self, image: bytes, **fields: Unpack[UpscaleFields]) -> UpscaledImage:
+        """Enlarge an image by an upscaler network or a filter.
+
+        Args:
+            image: The bytes of the PNG, JPEG or WebP file.
+            **fields: Optional request fields, see ``UpscaleFields``.
+
+        Returns:
+            The enlarged image, with the parameters of the original one.
+
+        Raises:
+            InvalidRequest: A field is wrong, the file is not a readable image, or the result would be too large.
+        """
+        return await self._call("POST", UPSCALE, UpscaledImage, {"image": _base64(image), **fields})
 
     async def verify(self, image: bytes) -> Provenance:
         """Read the provenance marks of an image: XMP, watermark and content credentials.

@@ -213,6 +213,28 @@ class EditFields(ImageFields, total=False):
     strength: float
 
 
+class UpscaleFields(TypedDict, total=False):
+    """Optional fields of an upscaling request.
+
+    Attributes:
+        upscaler: A name of ``ImageCapabilities.upscalers``; by default the model's own.
+        scale: Enlargement; by default that of the upscaler.
+        size: WIDTHxHEIGHT instead of ``scale``; an image of another aspect ratio is cropped.
+        output_format: "png", "jpeg" or "webp".
+        output_compression: Quality of JPEG and WebP, 0 to 100.
+        priority: "batch" runs when no interactive work is waiting.
+        deadline_s: Seconds after which the request is abandoned.
+    """
+
+    upscaler: str
+    scale: float
+    size: str
+    output_format: str
+    output_compression: int
+    priority: str
+    deadline_s: float
+
+
 class StreamedImageFields(ImageFields, total=False):
     """Optional fields of a streaming image request.
 

@@ -4,6 +4,7 @@ A tick is one call of the language model or one step of the images, as ``TimeSha
 
     texts ───────────────────────────────────► TextEngine ──┐
     embeddings ──────────────────────────────► Embedder ────┤
+    upscaling ───────────────────────────────► Upscaler ────┤
     rewrites ────────────────────► Rewriter ─► TextEngine   ├── tick ──► events
     images ────► RewriteQueue ───► Rewriter ─► TextEngine   │
       └──────────────┴───────────────────────► ImageEngines ┘
@@ -30,6 +31,7 @@ from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
+from diffserve.api.upscale_types import UPSCALE_TERMINAL, UpscaleRequest
 from diffserve.engine.base_engine import TickLoop
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
@@ -39,6 +41,7 @@ from diffserve.engine.rewrite_queue import RewriteQueue
 from diffserve.engine.stages import DecodingStage, EncodingStage, RequestQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
+from diffserve.engine.upscaler import UpscalerQueue
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolStats, TenantStats
 from diffserve.settings.config import EngineConfig, Settings, TextSettings
@@ -67,7 +70,9 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
     ``config.TextSettings``.
     """
 
-    terminal = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
+    terminal = (
+        *TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *UPSCALE_TERMINAL, *STAGE_TERMINAL
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -89,10 +94,12 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         self._decoding = DecodingStage(self.images, max_waiting, clock) if stage == "decode" else None
         self._pending = RewriteQueue(self._encoding or self.images, self.images, rewriter, clock)
         self._embedder = Embedder(self.images, clock)
-        stages = (self._embedder, self._encoding, self._decoding)
+        self._upscaler = UpscalerQueue(self.images, clock)
+        stages = (self._embedder, self._upscaler, self._encoding, self._decoding)
         self._stages: list[RequestQueue[Any]] = [stage for stage in stages if stage is not None]
         turns: list[tuple[TextEngine | RequestQueue[Any] | None, Callable[[], None]]] = [
             (self._embedder, self._embed),
+            (self._upscaler, self._upscale),
             (texts, self._continue_texts),
             (self._encoding, self._encode),
             (self._decoding, self._decode),
@@ -196,6 +203,11 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
                     self._writer().submit(request)
                 case EmbeddingRequest():
                     self._embedder.submit(request)
+                case UpscaleRequest():
+                    if self.images.config.stage != "all":
+                        message = "a cluster with separate stages upscales by filters only; choose lanczos or nearest."
+                        raise InvalidRequest(message, param="upscaler")
+                    self._upscaler.submit(request)
                 case RewriteRequest():
                     writer = self._writer()
                     if self.rewriter is None:
@@ -290,7 +302,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             return None if self.pool is None else page_stats(self.pool.stats())
 
     def _write(self) -> None:
-        """Run one call of the language model, a text encoder or a VAE, whichever is next."""
+        """Run one call of the language model, a text encoder, an upscaler or a VAE, whichever is next."""
         for place, (queue, turn) in enumerate(self._turns):
             if queue.has_work:
                 self._turns.append(self._turns.pop(place))
@@ -303,6 +315,13 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         self._post(self._embedder.tick())
         if is_shared:
             self.share.record_text_call(self._clock() - started_s, has_moved=self._embedder.has_moved)
+
+    def _upscale(self) -> None:
+        """Upscale one tile of an image."""
+        is_shared, started_s = self._wants_images, self._clock()
+        self._post(self._upscaler.tick())
+        if is_shared:
+            self.share.record_text_call(self._clock() - started_s, has_moved=True)
 
     def _encode(self) -> None:
         """Encode the texts of one image."""

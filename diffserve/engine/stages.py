@@ -21,6 +21,7 @@ from diffserve.api.errors import DeadlineExceeded, QueueFull
 from diffserve.api.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import GenerationRequest, LatentArray, Picture
+from diffserve.api.upscale_types import UpscaleRequest
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
@@ -40,7 +41,7 @@ HOLLOW: Final = {
 """Parts of the model that a process of each stage does not load. The denoising stage keeps the VAE, which encodes init
 images with the draws of the image's own seed."""
 
-R = TypeVar("R", GenerationRequest, DecodeRequest, EmbeddingRequest)
+R = TypeVar("R", GenerationRequest, DecodeRequest, EmbeddingRequest, UpscaleRequest)
 
 
 @dataclass(eq=False)

@@ -76,7 +76,7 @@ def encode_image(
     image_format: ImageFormat = "png",
     quality: int = 100,
     infotext: str | None = None,
-    kind: Kind = "generated",
+    kind: Kind | None = "generated",
 ) -> bytes:
     """Encode ``picture`` as an image file with metadata.
 
@@ -85,19 +85,19 @@ def encode_image(
         image_format: Format of the file.
         quality: Quality of JPEG and WebP, 0 to 100.
         infotext: Generation parameters to embed, shortened to ``infotext.MAX_BYTES``.
-        kind: Selects the digital source type in the XMP.
+        kind: Selects the digital source type in the XMP; ``None``: no XMP, for an image that no model changed.
     """
     infotext = None if infotext is None else shorten(infotext, MAX_BYTES)
-    image, packet = Image.fromarray(picture.array), _XMP % DIGITAL_SOURCE_TYPES[kind]
+    image, packet = Image.fromarray(picture.array), "" if kind is None else _XMP % DIGITAL_SOURCE_TYPES[kind]
     file = BytesIO()
     if image_format == "png":
         image.save(file, "PNG", pnginfo=_png_text(infotext, packet), compress_type=_PNG_STRATEGY)
         return file.getvalue()
-    exif, xmp = _exif(infotext), packet.encode()
+    metadata = {"exif": _exif(infotext)} | ({"xmp": packet.encode()} if packet else {})
     if image_format == "jpeg":
-        image.save(file, "JPEG", quality=max(1, quality), subsampling=0 if quality >= 90 else 2, exif=exif, xmp=xmp)
+        image.save(file, "JPEG", quality=max(1, quality), subsampling=0 if quality >= 90 else 2, **metadata)
     else:
-        image.save(file, "WEBP", quality=quality, method=4, exif=exif, xmp=xmp)
+        image.save(file, "WEBP", quality=quality, method=4, **metadata)
     return file.getvalue()
 
 
@@ -316,7 +316,8 @@ def _png_text(infotext: str | None, xmp: str) -> PngImagePlugin.PngInfo:
     if infotext is not None:
         chunks.add_itxt("parameters", infotext)
     chunks.add_text("Software", SOFTWARE)
-    chunks.add_itxt("XML:com.adobe.xmp", xmp)
+    if xmp:
+        chunks.add_itxt("XML:com.adobe.xmp", xmp)
     return chunks
 
 

@@ -36,6 +36,9 @@ ORIGINAL = "Original prompt"
 TEMPLATE = "Template"
 """Key of the template that the prompt was resolved from, as A1111's extension for dynamic prompts writes it."""
 
+UPSCALE = "Upscale"
+"""Key of the upscalers of an image that was enlarged after its generation."""
+
 SCHEDULE_LABELS = {
     "karras": "Karras",
     "exponential": "Exponential",

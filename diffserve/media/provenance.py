@@ -69,17 +69,26 @@ class Marks:
         """Value of the header ``X-Content-Provenance``: the marks of an image."""
         return _header(is_signed=self._signer is not None, has_watermark=self.has_watermark)
 
-    def mark(self, picture: Picture, kind: Kind) -> Picture:
-        """Embed the watermark in ``picture``, if watermarks are enabled."""
-        return embed(picture, kind) if self.has_watermark else picture
+    def mark(self, picture: Picture, kind: Kind | None) -> Picture:
+        """Embed the watermark in ``picture``, if watermarks are enabled and ``kind`` is not ``None``."""
+        return embed(picture, kind) if self.has_watermark and kind is not None else picture
 
     def write(
-        self, marked: Picture, *, kind: Kind, image_format: ImageFormat, quality: int, infotext: str | None = None
+        self,
+        marked: Picture,
+        *,
+        kind: Kind | None,
+        image_format: ImageFormat,
+        quality: int,
+        infotext: str | None = None,
     ) -> bytes:
-        """Encode the ``marked`` image as a file, and sign it if there is a certificate."""
+        """Encode the ``marked`` image as a file, and sign it if there is a certificate.
+
+        With ``kind`` ``None`` no model changed the image: it is not declared as generated, and not signed.
+        """
         started_s = time.perf_counter()
         file = encode_image(marked, image_format=image_format, quality=quality, infotext=infotext, kind=kind)
-        file = file if self._signer is None else self._signer.sign(file, image_format, kind)
+        file = file if self._signer is None or kind is None else self._signer.sign(file, image_format, kind)
         if infotext is not None:
             self.on_written(time.perf_counter() - started_s)
         return file

@@ -38,7 +38,8 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 CONVERT: Final = (
     "import sys, torch; from safetensors.torch import save_file; "
-    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
+    "d = next((d[k] for k in ('state_dict', 'params_ema', 'params') if k in d), d); "
     "save_file({k: v.clone().contiguous() for k, v in d.items() if isinstance(v, torch.Tensor)}, sys.argv[2])"
 )
 """Python program that converts a pickle file of weights to safetensors without running code in the file."""
@@ -220,15 +221,18 @@ def names_for(name: str, names: Iterable[str]) -> list[str]:
     return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]
 
 
-def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str, kind: str = "") -> str:
+def resolve_name(
+    name: str, usable: Sequence[str], names: Iterable[str], what: str, kind: str = "", field: str = ""
+) -> str:
     """Return the full name of the adapter that a request calls ``name``.
 
     Args:
         name: A full name, or its last part.
         usable: Names of the adapters that can be used; they take precedence.
         names: Names of all adapters.
-        what: Kind of the adapter: "LoRA", "ControlNet" or "IP-Adapter".
-        kind: Its name in fields, options and codes; "": ``what`` in small letters.
+        what: Kind of the adapter: "LoRA", "ControlNet", "IP-Adapter" or "upscaler".
+        kind: Its name in options and codes; "": ``what`` in small letters.
+        field: Field of the request; "": the plural of ``kind``.
 
     Raises:
         InvalidRequest: There is no such adapter, or there are several.
@@ -244,7 +248,7 @@ def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: s
         available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
         hint = f"the known ones are {available}." if usable else f"the server has none: start it with --{kind}-dir DIR."
         message = f"there is no {what} {name!r}; {hint}"
-    raise InvalidRequest(message, param=f"{kind}s", code=f"unknown_{kind}")
+    raise InvalidRequest(message, param=field or f"{kind}s", code=f"unknown_{kind}")
 
 
 def is_valid_name(name: str) -> bool:

@@ -245,6 +245,7 @@ class DiffusionModel:
             controlnet_dir=self.profile.controlnet_dir,
             reference_dir=self.profile.reference_dir,
             wildcard_dir=self.profile.wildcard_dir,
+            upscaler_dir=self.profile.upscaler_dir,
             refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
             scorer=self.profile.scorer if self.scorer is None else self.scorer.name,
         )

@@ -33,6 +33,7 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
+from diffserve.api.upscale_types import Upscaled
 from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
 from diffserve.service.http.addresses import Clients
@@ -157,6 +158,8 @@ class Ticket:
                 self._used(UsageCounts(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
             case Embedded(num_tokens=num_tokens):
                 self._used(UsageCounts(input_tokens=num_tokens))
+            case Upscaled():
+                self._used(UsageCounts(pictures=1))
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""

@@ -17,6 +17,7 @@ from starlette.routing import Match
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.media.provenance import HEADER as PROVENANCE
+from diffserve.service.a1111.extras import ExtraBatchBody, ExtrasEndpoint, ExtraSingleBody
 from diffserve.service.a1111.image_endpoint import A1111Endpoint
 from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
@@ -40,6 +41,8 @@ from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.images.image_store import ROUTE, ImageStore
 from diffserve.service.images.schemas import UPLOADS, EditBody, GenerateBody, VariationBody
 from diffserve.service.images.service import ImageChecks, ImageService
+from diffserve.service.images.upscaling import UPLOADS as UPSCALE_UPLOADS
+from diffserve.service.images.upscaling import UpscaleBody, UpscaleEndpoint
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate, InFlight
@@ -155,10 +158,15 @@ def create_app(
     edits, variations = ImageEndpoint(service, EditBody), ImageEndpoint(service, VariationBody)
     _post(app, "/v1/images/edits", edits, EditBody, "Edit an image with a prompt", uploads=UPLOADS)
     _post(app, "/v1/images/variations", variations, VariationBody, "Generate variations of an image", uploads=UPLOADS)
+    upscaling = UpscaleEndpoint(service)
+    _post(app, "/v1/images/upscale", upscaling, UpscaleBody, "Enlarge an image", uploads=UPSCALE_UPLOADS)
     jobs = Jobs()
     txt2img, img2img = A1111Endpoint(service, jobs, Txt2ImgBody), A1111Endpoint(service, jobs, Img2ImgBody)
     _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Generate images from a prompt")
     _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Generate images from an image")
+    extras = ExtrasEndpoint(service, ExtraSingleBody), ExtrasEndpoint(service, ExtraBatchBody)
+    _post(app, f"{A1111}/extra-single-image", extras[0], ExtraSingleBody, "Enlarge an image")
+    _post(app, f"{A1111}/extra-batch-images", extras[1], ExtraBatchBody, "Enlarge images")
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
     verification = Verification(checks.fetcher, admission.clients)
     summary = "Read the provenance of an image"

@@ -28,6 +28,7 @@ from diffserve.api.rewrite_types import RewriteFinished
 from diffserve.api.stage_types import PictureDecoded, TextsEncoded
 from diffserve.api.text_types import TextFinished, TextTimings
 from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageFinished, ImageResult, Progress
+from diffserve.api.upscale_types import Upscaled
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.telemetry import GenAiMetrics, Traces
 from diffserve.store.batches import BatchBacklog, Batches
@@ -113,7 +114,7 @@ class Metrics:
         )
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
-        """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        """Record an event of a request of ``kind``: "image", "text", "rewrite", "embedding" or "upscale"."""
         if self.traces is not None:
             self.traces.observe(event)
         if isinstance(event, Progress):  # most events are of this type, and none of them is counted
@@ -125,7 +126,7 @@ class Metrics:
                 self._count_image(result)
             case ImageFailed():
                 self._lost_image(event)
-            case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
+            case Finished() | Embedded() | Upscaled() | TextsEncoded() | PictureDecoded():
                 self._requests.labels(kind, "finished").inc()
             case TextFinished(results=results):
                 self._finish_text(

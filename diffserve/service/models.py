@@ -22,6 +22,7 @@ from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.models.references import ReferenceFolder
 from diffserve.models.templates import Wildcards
+from diffserve.models.upscalers import UpscalerFolders, default_upscaler
 from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
 from diffserve.service.http.openapi import REFS
@@ -198,6 +199,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
     loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
     references = ReferenceFolder(info.reference_dir, info.dtype)
+    upscalers = UpscalerFolders(info.upscaler_dir)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
         "samplers": [*map(_sampler, SAMPLERS.values()), *map(_learned, LearnedSamplers.of(info).usable().values())],
@@ -224,6 +226,9 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "references": list(references.names()),
         "refused_references": references.refused(),
         "wildcards": Wildcards(info.wildcard_dir).names(),
+        "upscalers": list(upscalers.names()),
+        "default_upscaler": default_upscaler(info.upscaler_dir, has_world=info.world is not None),
+        "refused_upscalers": upscalers.refused(),
         "refiner": info.refiner,
         "scorer": info.scorer,
         "safety_filter": config.safety_filter,

@@ -17,7 +17,7 @@ from typing import Final
 import psutil
 
 from diffserve.api.errors import ConfigError, EngineUnavailable, ModerationBlocked
-from diffserve.api.types import ImageResult
+from diffserve.api.types import ImageResult, Picture
 from diffserve.logs import reason_of
 from diffserve.media.safety import FilterReady, Judgement, SafetyMessage, SafetyQuestion, Trouble, encode, receive
 from diffserve.settings.config import Settings
@@ -110,7 +110,11 @@ class Safety:
         """Check an image, and its prompt if it was rewritten. Raises as ``check_texts`` does."""
         if result.original_prompt is not None:
             self.check_texts({"prompt": result.prompt})
-        if self._judge("picture", SafetyQuestion(result.picture)):
+        self.check_picture(result.picture)
+
+    def check_picture(self, picture: Picture) -> None:
+        """Check an image. Raises as ``check_texts`` does."""
+        if self._judge("picture", SafetyQuestion(picture)):
             raise ModerationBlocked(SAID_OF_PICTURE)
 
     def _judge(self, stage: str, question: SafetyQuestion) -> bool:

@@ -70,7 +70,9 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "serve": ServeConfig,
 }
 MODELS: Final = "models"
-INHERITED: Final = ("device", "dtype", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir")
+INHERITED: Final = (
+    *("device", "dtype", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"),
+)
 """Keys that further models take from the first model if the user set them there, unless they set their own."""
 KINDS: Final = {
     "int": "a whole number",
@@ -313,7 +315,7 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
         raise problem(
             "num_steps" if error.param == "num_inference_steps" else str(error.param), error.message
         ) from None
-    for key in ("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir"):
+    for key in ("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"):
         folder = getattr(model, key)
         if folder and not Path(folder).expanduser().is_dir():
             raise problem(key, f"{key} is {folder!r}; there is no such folder.")

@@ -14,10 +14,11 @@ from typing import Any
 
 from diffserve.api.errors import ConfigError
 from diffserve.engine import Engine
+from diffserve.models.upscalers import EMBEDDED_UPSCALER, OWN_UPSCALERS
 from diffserve.runtime.loading.checkpoint import write_manifest
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.training.adapters import LESSONS
-from diffserve.training.eval import adapters, captions, parts, ranges
+from diffserve.training.eval import adapters, captions, parts, ranges, upscaler
 from diffserve.training.eval.captions import DISTILLED, paint
 from diffserve.training.samples import sheet
 from diffserve.world.captions import held_out
@@ -34,8 +35,10 @@ SHIPPED = {
     "turbo": ROOM / "turbo",
     "rewriter": ROOM / "rewriter",
     OWN_LORAS: ROOM / "weights" / OWN_LORAS,
+    OWN_UPSCALERS: ROOM / "weights" / OWN_UPSCALERS,
 }
-STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter", *LESSONS)
+UPSCALER = SHIPPED[OWN_UPSCALERS] / f"{EMBEDDED_UPSCALER}.safetensors"
+STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "upscaler", "rewriter", *LESSONS)
 BILL_COLUMNS = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
 BILLED = (*BILL_COLUMNS, "seconds", "flops")
 WORST_SHOWN = 12
@@ -81,6 +84,7 @@ def measure(*, count: int = 300, range_count: int = 60) -> None:
     paint_sheets(engine)
     _write(adapters.evaluate(engine), RESULTS / "adapters.json")
     _write(parts.evaluate(engine), RESULTS / "parts.json")
+    _write(upscaler.evaluate(UPSCALER, engine), RESULTS / "upscaler.json")
     if SHIPPED["turbo"].is_dir():
         turbo = Engine.from_pretrained("embedded-turbo")
         _write(captions.evaluate(turbo, count, DISTILLED), RESULTS / "turbo-captions.json")
@@ -104,6 +108,7 @@ def write() -> Path:
         "machine": f"{part['cores']} cores of a {part['device']} in {part['dtype']}",
         "bills": bill_table(_read(ROOM / "training.json")),
         "objects": ", ".join(OBJECTS),
+        "upscaler_scores": upscaler_table(_read(RESULTS / "upscaler.json")),
         "adapters": adapters_sentence(_read(RESULTS / "adapters.json")),
         "turbo_scores": score_table(turbo) if turbo else "No model has been distilled from these weights yet.",
     }
@@ -180,6 +185,17 @@ def preview_sentence(preview: dict[str, Any] | None) -> str:
         return "These weights have no preview decoder yet."
     cheaper, fidelity = f"{preview['times_cheaper']:.0f}", f"{preview['psnr_db']:.1f} dB"
     return f"A preview takes {cheaper} times fewer operations than a decode, and comes to {fidelity} PSNR against it."
+
+
+def upscaler_table(evaluated: dict[str, Any]) -> str:
+    """Format the PSNR of the upscaler and of two filters against the truth, and the paired gain, as a table."""
+    rows = [["input at 128 px", "upscaler", "Lanczos", "bicubic", "gain over Lanczos (95 % interval)", "scenes worse"]]
+    for kind, row in evaluated["inputs"].items():
+        low, high = row["gain_interval_db"]
+        scores = [f"{row[f'{name}_db']:.2f} dB" for name in ("upscaler", "lanczos", "bicubic")]
+        gain = f"{row['gain_db']:.2f} dB ({low:.2f} to {high:.2f})"
+        rows.append([kind, *scores, gain, f"{row['worse_than_lanczos']} of {evaluated['count']}"])
+    return _table(rows)
 
 
 def adapters_sentence(evaluated: dict[str, Any]) -> str:

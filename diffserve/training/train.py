@@ -1,8 +1,9 @@
 """The recipe of the embedded model: ``python -m diffserve.training.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; its output ships), vae, denoiser
-(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each stage writes a bill of its time and
-operations next to its checkpoint. CUDA is used where available. ``--start`` continues from exported weights.
+(with its tokenizer), tune, preview, distill (which truncates), upscaler (its sprites ship), rewriter, card. Each stage
+writes a bill of its time and operations next to its checkpoint. CUDA is used where available. ``--start`` continues
+from exported weights.
 
 The shipped weights were trained in several runs with changing settings (``training.json`` lists them). The recipe here
 is one run of the same total length with the final settings, followed by ``finish`` and ``tune`` as they were run. To
@@ -18,6 +19,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,14 +29,17 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
 from diffserve.api.errors import DiffserveError
+from diffserve.models.upscalers import EMBEDDED_UPSCALER, OWN_UPSCALERS
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.runtime.precision import choose_device
+from diffserve.runtime.upscaling.compact import Compact
 from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.training import card as model_card
 from diffserve.training import distillation, samples, truncation
 from diffserve.training.adapters import LESSONS, lessons_held_out, train_adapter
 from diffserve.training.denoiser_training import Denoiser, continue_denoiser, train_denoiser, train_tokenizer
 from diffserve.training.eval.captions import BEST_GUIDANCE
+from diffserve.training.eval.upscaler import compare
 from diffserve.training.export import export, fold_normalisation
 from diffserve.training.latents import LatentScenes, channel_statistics, encode_scenes, normalise, tuning_scenes
 from diffserve.training.preview_training import fidelity_db, save_preview, train_preview
@@ -42,6 +47,8 @@ from diffserve.training.rewriter_model import export_rewriter
 from diffserve.training.rewriter_training import SHIPPED as REWRITER
 from diffserve.training.rewriter_training import score_rewriter, train_rewriter
 from diffserve.training.training_loop import Look, TrainSettings, fingerprint
+from diffserve.training.upscaler_sprites import build_sprites
+from diffserve.training.upscaler_training import enlarge_by, save_upscaler, train_upscaler
 from diffserve.training.vae_training import round_trip_db, train_vae
 from diffserve.world.captions import held_out
 from diffserve.world.render import build_atlas
@@ -318,6 +325,51 @@ def adapters(
 
 
 @app.command()
+def sprites(icons: Annotated[list[Path], typer.Argument(help="unpacked versions of @iconify-json/noto")]) -> None:
+    """Draw the sprites in four times their resolution, the truth of the upscaler."""
+    print(build_sprites(icons))
+
+
+@app.command()
+def upscaler(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    iterations: int = 30_000,
+    minutes: Annotated[float | None, typer.Option(help="end after so many, if that is sooner")] = None,
+    batch: int = 12,
+    learning_rate: float = 2e-3,
+    look_every: int = 500,
+    threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
+    start: Annotated[Path, typer.Option(help="the model whose autoencoder is used")] = model_card.SHIPPED["weights"],
+) -> None:
+    """Train the upscaler of the embedded world, from 128 to 512 px."""
+    work.mkdir(parents=True, exist_ok=True)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    autoencoder = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
+    settings = TrainSettings(
+        iterations,
+        batch,
+        learning_rate,
+        device,
+        warmup=50,
+        decay_share=0.6,
+        ema=0.998,
+        checkpoint_every=100,
+        max_seconds=minutes and 60 * minutes,
+    )
+
+    def look(net: Compact, iteration: int) -> None:
+        scored = compare(partial(enlarge_by, net), autoencoder, count=16)["inputs"]
+        gains = ", ".join(f"{kind} {row['gain_db']:+.2f} dB" for kind, row in scored.items())
+        print(f"upscaler {iteration}: {gains} over Lanczos", flush=True)
+
+    made_from = fingerprint(autoencoder)
+    trained = train_upscaler(settings, work, autoencoder, look, look_every, made_from=made_from)
+    print(save_upscaler(trained, work / OWN_UPSCALERS / f"{EMBEDDED_UPSCALER}.safetensors"))
+
+
+@app.command()
 def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
     """Train the prompt rewriter on wishes, evaluate it and export it."""
     work.mkdir(parents=True, exist_ok=True)
@@ -343,6 +395,7 @@ def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) 
     preview(work, device)
     distill(work, device)
     adapters(work, device, start=work / "weights")
+    upscaler(work, device, iterations=5_000, start=work / "weights")
     rewriter(work, device)
     card(work)
 

@@ -269,6 +269,32 @@ def test_an_invalid_value_is_reported(
     assert len(error["message"]) < 1000
 
 
+UPSCALING: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"image": None}, "image", "missing_required_parameter", "image is missing"),
+    ({"image": "!!"}, "image", "invalid_image", "is not base64"),
+    ({"image": "AAAA"}, "image", "invalid_image", "not a PNG, JPEG or WebP"),
+    ({"upscaler": "warp"}, "upscaler", "unknown_upscaler", "there is no upscaler 'warp'; the known ones are"),
+    ({"upscaler": "../warp"}, "upscaler", "unknown_upscaler", "../warp"),
+    ({"scale": 0}, "scale", "invalid_value", "more than 0"),
+    ({"scale": 1e400}, "scale", "invalid_value", "finite"),
+    ({"size": "512"}, "size", "invalid_size", '"512"'),
+    ({"size": "64x64", "scale": 2}, "size", "invalid_value", "both given"),
+    ({"size": "8192x8192"}, "size", "invalid_value", "8192x8192 pixels; at most 16,777,216"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code", "words"), UPSCALING)
+def test_an_invalid_upscaling_is_reported(
+    server: RunningServer, fields: dict[str, Any], param: str, code: str, words: str
+) -> None:
+    body = json.dumps({"image": PIXEL} | fields).replace("Infinity", "1e400")
+    response = server.client.post("/v1/images/upscale", content=body.encode(), headers=JSON)
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["param"], error["code"]) == (param, code)
+    assert words in error["message"]
+
+
 @pytest.mark.parametrize(
     "model", ["nope", "../../etc/passwd", "file:///etc/passwd", "org/repo", "https://x.test/y", ""]
 )
@@ -338,6 +364,7 @@ def test_options_requests_are_refused_only_for_foreign_origins(server: RunningSe
         ("TRACE", GENERATIONS, 405, "method_not_allowed"),
         ("BREW", GENERATIONS, 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/images/upscale", 405, "method_not_allowed"),
     ],
 )
 def test_other_paths_and_methods_are_refused(

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import MicroConditioning
-from diffserve.api.types import DenoisingRecipe, ImageResult, Picture, Timings
+from diffserve.api.types import FILTERS, DenoisingRecipe, ImageResult, Picture, Timings
 from diffserve.cli import main
 from diffserve.client import ImageCapabilities
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.infotext import parse_infotext, write_infotext
 from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, request_of
-from diffserve.media.upscaling import UPSCALERS
 from diffserve.service.images.schemas import GenerateBody
 from schedulers import SAMPLERS, SPACINGS
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
@@ -61,7 +60,7 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
 HIRES_VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "hires_strength": share,
     "hires_steps": st.integers(1, 1000),
-    "hires_upscaler": st.sampled_from(sorted(UPSCALERS)),
+    "hires_upscaler": st.sampled_from(sorted(FILTERS)),
     "hires_sampler": st.sampled_from(sorted(SAMPLERS)),
     "hires_schedule": st.sampled_from(["karras", "exponential", "sgm_uniform", "simple", "beta"]),
     "hires_prompt": st.sampled_from(["a fox, red: sharp", "a dog"]),

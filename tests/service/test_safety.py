@@ -19,6 +19,7 @@ from PIL import Image
 from diffserve.api.errors import ConfigError, EngineUnavailable, ModerationBlocked
 from diffserve.api.types import Picture
 from diffserve.cli import main
+from diffserve.media.images import encode_image
 from diffserve.media.safety import SafetyQuestion
 from diffserve.service.safety import STOPPED_S, Safety
 from tests.conftest import SERVER_CONFIG
@@ -173,6 +174,9 @@ def test_every_api_withholds_blocked_images(filtered: RunningServer) -> None:
     assert sorted(bright > 0 for bright in brightest) == [False, True]
     refused = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "forbidden"})
     assert (refused.status_code, refused.json()["code"]) == (400, "moderation_blocked")
+    sent = {"image": base64.b64encode(encode_image(Picture.from_array(np.zeros((8, 8, 3), np.uint8)))).decode()}
+    codes = [filtered.client.post("/v1/images/upscale", json=sent).status_code for _ in range(2)]
+    assert sorted(codes) == [200, 400], "every second upscaled image is blocked"
     failed_answer = filtered.paint("fall")
     assert (failed_answer.status_code, error_of(failed_answer)["code"]) == (503, "safety_filter_unavailable")
     assert int(failed_answer.headers["retry-after"]) > 0

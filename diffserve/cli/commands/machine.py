@@ -37,7 +37,7 @@ def doctor(
 
 
 @with_settings(
-    *("model", "config", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir"),
+    *("model", "config", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"),
     *("embeddings_dir", "data_dir"),
 )
 def list_names(
@@ -45,7 +45,8 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            help="Kind of name: samplers, models, loras, controlnets, references, embeddings, wildcards or styles.",
+            help="Kind of name: samplers, models, loras, controlnets, references, upscalers, embeddings, wildcards or "
+            "styles.",
             metavar="KIND",
         ),
     ],

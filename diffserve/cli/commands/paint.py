@@ -304,3 +304,38 @@ def rewrite(
         return rewrite_there(request, style, server, is_json=as_json)
     device = settings.flags["model.device"].value
     return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)
+
+
+@with_settings("watermark", "config", "upscaler_dir", "device", "dtype")
+def upscale(
+    *,
+    image: Annotated[Path, typer.Argument(help="PNG, JPEG or WebP file to enlarge.", metavar="IMAGE")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="File or folder; - for standard output. Default: IMAGE-upscaled.png."),
+    ] = None,
+    upscaler: Annotated[
+        str | None,
+        typer.Option("--upscaler", help="Name from diffserve list upscalers. Default: embedded-4x.", metavar="NAME"),
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="Enlargement. Default: that of the upscaler.", metavar="FACTOR")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="Size instead of --scale, WIDTHxHEIGHT; crops other shapes.", metavar="SIZE"),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    settings: SettingsOptions,
+    server: ServerOption = None,
+) -> int:
+    """Enlarge IMAGE with an upscaler network, or with a filter (lanczos, nearest)."""
+    from diffserve.cli.upscale import UpscaleArguments, run, run_on_server
+
+    arguments = UpscaleArguments(image, output, upscaler, scale, size, overwrite)
+    if server:
+        from diffserve.cli.remote import refuse_placement
+
+        refuse_placement(settings.loading_flags)
+        return run_on_server(arguments, server)
+    return run(arguments, settings.load())

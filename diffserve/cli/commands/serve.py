@@ -60,7 +60,7 @@ def mcp(
 
     The Model Context Protocol runs on standard input and output. Configure an assistant to start this command:
     diffserve mcp --server URL. If the server needs an API key, set DIFFSERVE_API_KEY. The tools are generate_image,
-    edit_image and rewrite_prompt.
+    edit_image, upscale_image and rewrite_prompt.
     """
     try:
         from diffserve.cli.mcp import run

@@ -15,14 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
-from diffserve.api.types import LANCZOS, MAX_IMAGES, Picture
+from diffserve.api.types import LANCZOS, MAX_IMAGES, NEAREST, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import resize, stretch
 from diffserve.media.infotext import SCHEDULE_LABELS
 from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
-from diffserve.media.upscaling import NEAREST
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units, references_of
 from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored, template_of

@@ -11,14 +11,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.api.types import ModelInfo
+from diffserve.api.types import FILTERS, ModelInfo
 from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
-from diffserve.media.upscaling import UPSCALERS
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.learned_samplers import LearnedSamplers
 from diffserve.models.loras import LoraFolders
 from diffserve.models.references import ReferenceFolder
+from diffserve.models.upscalers import UpscalerFolders, read_upscaler
 from diffserve.service.a1111.controlnets import API_VERSION, control_types, detect, module_list
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
 from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
@@ -101,7 +101,7 @@ class A1111Routes:
         self._get("sd-models", self._models, "The models")
         self._get("samplers", self._samplers, "The samplers")
         self._get("schedulers", lambda: SCHEDULE_LIST, "List the noise schedules")
-        self._get("upscalers", lambda: UPSCALER_LIST, "List the upscalers of the second pass")
+        self._get("upscalers", self._upscalers, "List the upscalers")
         self._get("prompt-styles", self._styles, f"List the styles in {FILE}")
         self._get("loras", self._loras, "The adapters")
         self._get("embeddings", self._embeddings, "The embeddings")
@@ -137,6 +137,14 @@ class A1111Routes:
         ):
             self._get(name, content, summary, CONTROLNET)
         self._post(f"{CONTROLNET}/detect", answer, "Create control maps from images", DetectBody)
+
+    def _upscalers(self) -> list[dict[str, Any]]:
+        """Return A1111's filters, then the networks, which only the routes of finished images take."""
+        usable = UpscalerFolders(self._info().upscaler_dir).usable()
+        names = {"model_name": None, "model_path": None, "model_url": None}
+        return UPSCALER_LIST + [
+            {"name": name, **names, "scale": read_upscaler(path).shape.scale} for name, path in usable.items()
+        ]
 
     def _styles(self) -> list[dict[str, str]]:
         return [style._asdict() for style in read_styles(self._folder)]
@@ -295,9 +303,9 @@ SCHEDULE_LIST: Final = [
     {"name": name, "label": label, "aliases": None, "default_rho": -1, "need_inner_model": False}
     for name, label in {"automatic": "Automatic", **SCHEDULE_LABELS}.items()
 ]
-UPSCALER_LIST: Final = [
+UPSCALER_LIST: Final[list[dict[str, Any]]] = [
     {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    for name in ("None", *(name.capitalize() for name in UPSCALERS))
+    for name in ("None", *(name.capitalize() for name in FILTERS))
 ]
 
 

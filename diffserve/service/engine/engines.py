@@ -30,11 +30,12 @@ from diffserve.api.types import (
     Queued,
     ServedModel,
 )
+from diffserve.api.upscale_types import UPSCALE_TERMINAL
 from diffserve.service.http.errors import error_of
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
 
-FINAL_EVENTS = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
+FINAL_EVENTS = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *UPSCALE_TERMINAL, *STAGE_TERMINAL)
 """Types of the last event of a request."""
 
 END_OF_JOB = (*FINAL_EVENTS, DiffserveError)

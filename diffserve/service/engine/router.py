@@ -20,6 +20,7 @@ from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.api.stage_types import DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import GenerationRequest
+from diffserve.api.upscale_types import UpscaleRequest
 
 BLOCK_WORDS: Final = 8
 """Words per block: half a KV page of 16 tokens, so that early differences count and chance matches are rare."""
@@ -37,7 +38,9 @@ KEY_BYTES: Final = 16
 T = TypeVar("T")
 _WORD = re.compile(r"\w+|[^\w\s]")
 
-RoutedRequest = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
+RoutedRequest = (
+    GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | UpscaleRequest | EncodeRequest | DecodeRequest
+)
 
 
 class TextBlock(NamedTuple):
@@ -180,6 +183,8 @@ def route_needs(request: RoutedRequest, cost: float, first_model: str = "") -> R
         case RewriteRequest():
             salt = f"rewrite {request.options.style}".encode() + request.cache_salt
             return RouteNeeds(cost, texts=(chain(salt, request.wish),))
+        case UpscaleRequest(upscaler=upscaler):
+            return RouteNeeds(cost, adapters=(_key(b"", f"upscaler {upscaler}".encode()),))
         case EmbeddingRequest():
             model = request.model or first_model
             salt = f"image {model} 1".encode()

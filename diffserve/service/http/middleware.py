@@ -55,8 +55,8 @@ PICTURE_BODY_BYTES: Final = 6 << 20
 """Limit on JSON bodies that may have images; without the images the limit is ``TEXT_BODY_BYTES``."""
 WITH_PICTURES: Final = "/images/generations"
 OF_PICTURES: Final = (
-    *("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/chat/completions", "/sdapi/v1/"),
-    "/controlnet/detect",
+    *("/images/edits", "/images/variations", "/images/upscale", "/provenance/verify", "/responses"),
+    *("/chat/completions", "/sdapi/v1/", "/controlnet/detect"),
 )
 """Paths whose JSON bodies have the same limit as uploads."""
 FILES: Final = "/files"

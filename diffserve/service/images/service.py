@@ -19,7 +19,7 @@ from diffserve.client.on_behalf import HEADER as ON_BEHALF
 from diffserve.client.on_behalf import asker_in
 from diffserve.logs import reason_of
 from diffserve.media import images
-from diffserve.media.decoders import ImageReader, shared_decoders
+from diffserve.media.decoders import ImageDecoder, ImageReader, shared_decoders
 from diffserve.media.provenance import Marks
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
@@ -149,6 +149,24 @@ class ImageService:
         except DiffserveError:
             return False  # planning the request reports the error
 
+    @property
+    def checks(self) -> ImageChecks:
+        """Processing of received and generated images."""
+        return self._checks
+
+    def urls(self, request: Request) -> ImageUrls | None:
+        """Return what creates the URLs of the images of a request; None: images have no URLs."""
+        return None if self._store is None else ImageUrls(self._store, base_url_of(request, self.config.public_url))
+
+    async def fill(self, request: Request, *bodies: BaseModel) -> None:
+        """Replace ids of uploaded files and URLs in ``bodies`` by images. Raises InvalidRequest."""
+        await self._checks.files.fill(request, *bodies)
+        await self._checks.fetcher.fill(*bodies)
+
+    async def decode(self, request: Request, client: str, read: Callable[[ImageDecoder], T]) -> T:
+        """Return ``read(decoder)``, called in a thread while the client is connected."""
+        return await while_connected(request, self._decoders.run(client, read))
+
     async def read_files(self, request: Request, *bodies: BaseModel) -> None:
         """Put images into ``bodies`` in place of the ids of uploaded files. Raises InvalidRequest."""
         await self._checks.files.fill(request, *bodies)
@@ -183,15 +201,14 @@ class ImageService:
             DiffserveError: The request cannot be answered, or the safety filter blocks a text.
         """
         info = self.model(body.model)
-        await self._checks.files.fill(request, body, *sources)
-        await self._checks.fetcher.fill(body, *sources)
+        await self.fill(request, body, *sources)
         marks, safety = self._checks.marks, self._checks.safety
         if body.watermark is False and marks.has_watermark:
             if asker_in(request.headers.get(ON_BEHALF)) is None:
                 warnings = (WATERMARK_STAYS, *warnings)
             else:  # the Gradio page in this process, for measurements
                 marks = marks.without_watermark()
-        urls = None if self._store is None else ImageUrls(self._store, base_url_of(request, self.config.public_url))
+        urls = self.urls(request)
         history = None if self._history is None else self._history.writer(request)
 
         def resolve(reader: ImageReader) -> ImagePlan:

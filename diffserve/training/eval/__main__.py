@@ -15,8 +15,9 @@ from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
+from diffserve.models.upscalers import EMBEDDED_UPSCALER, SHIPPED
 from diffserve.rewriting import TextWindow, find_rewriter
-from diffserve.training.eval import adapters, captions, parts, ranges, rewriter
+from diffserve.training.eval import adapters, captions, parts, ranges, rewriter, upscaler
 from diffserve.training.eval.captions import BEST_GUIDANCE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -64,6 +65,16 @@ def evaluate_adapters(model: Model = "embedded", count: int = 60, out: Out = Non
 def evaluate_parts(model: Model = "embedded", out: Out = None) -> None:
     """Measure the autoencoder, the preview decoder, the checker, and the time per image."""
     _show(parts.evaluate(Engine.from_pretrained(model)), out)
+
+
+@app.command(name="upscaler")
+def evaluate_upscaler(
+    file: Annotated[Path, typer.Option(help="the upscaler")] = SHIPPED / f"{EMBEDDED_UPSCALER}.safetensors",
+    count: Annotated[int, typer.Option(help="held-out scenes")] = upscaler.NUM_SCENES,
+    out: Out = None,
+) -> None:
+    """Compare the upscaler with Lanczos on held-out scenes."""
+    _show(upscaler.evaluate(file, Engine.from_pretrained("embedded"), count), out)
 
 
 @app.command(name="rewriter")

@@ -1,0 +1,1 @@
+"""Upscaler networks: their architectures, loading from safetensors, and tiled execution."""
