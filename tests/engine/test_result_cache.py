@@ -49,6 +49,7 @@ OTHER: dict[str, object] = {
     "token_merging": 0.5, "sigma_min": 0.1, "sigma_max": 9.0, "similarity_threshold": 0.9, "noise_source": "device",
     "variation_seed": 4, "variation_strength": 0.5,
     "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
+    "image_prompts": ("another",), "template": "{a|b}",
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
     "references": (Reference("plus", 0.5),),
 }  # fmt: skip

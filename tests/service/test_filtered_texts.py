@@ -199,12 +199,14 @@ def cases(described: dict[str, Any], media_type: str) -> Iterator[tuple[str, Lea
 
 
 def test_the_texts_of_a_request_are_all_of_its_text_fields() -> None:
-    names = {"model", "client", "request_id", "priority"}
+    names = {"model", "client", "request_id", "priority", "template"}  # prompts are resolved from a template before
     annotations = GenerationRequest.__annotations__
     assert {name for name, kind in annotations.items() if kind == "str"} - names == {"prompt", "negative_prompt"}
     assert GenerationRequest(prompt="a fox", negative_prompt="a dog").texts == {
         "prompt": "a fox", "negative_prompt": "a dog"
     }  # fmt: skip
+    resolved = GenerationRequest(prompt="a fox", num_images=2, image_prompts=("a fox", "a cat"), template="a {fox|cat}")
+    assert resolved.texts == {"prompt": "a fox", "prompt#2": "a cat", "negative_prompt": ""}
 
 
 @pytest.mark.slow
