@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from ui.create.painting import FinishedPicture, Painting
 
-READY = "Describe an image and press Enter."
-WAITING = "queued"
+READY = "Describe a picture and press Enter."
+WAITING = "Queued"
 """Also shown before the first step, when the image may already have a slot."""
 
 EARLY = "The server is loading its models; the image is generated as soon as they are ready."
@@ -41,7 +41,7 @@ def caption_of(
         return _ending(painting, notes)
     if painting.was_stopped:
         return status(STOPPING, notes=notes, share=painting.share)
-    after = f" {num_waiting} more queued." if num_waiting else ""
+    after = f"; {num_waiting} more queued" if num_waiting else ""
     return status(f"{progress_text(painting)}{after}", notes=notes, share=painting.share)
 
 
@@ -57,7 +57,7 @@ def progress_text(painting: Painting) -> str:
         return f"{painting.shut_out}; {SHUT_OUT}"
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
-        return f"position {ahead + 1} in the queue" if ahead else WAITING
+        return f"Queued: position {ahead + 1}" if ahead else WAITING
     seconds = painting.seconds_left
     left = "" if seconds is None else f", about {seconds_text(seconds)} left"
     if painting.num_painted > 1:

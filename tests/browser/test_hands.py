@@ -85,11 +85,11 @@ def test_known_words_have_buttons_and_unknown_words_are_listed(visit: Visitor, s
     here.choose("rewrite-mode", "Suggest")
     expect(here.part("suggest")).to_be_visible()
     here.press("suggest")
-    here.expect_text("difference", "describe an image first")
+    here.expect_text("difference", "describe a picture first")
     assert here.part("accept").count() == 0
     here.choose("rewrite-mode", "Off")
     here.write("prompt", "2 doggos in teh beach")
-    here.expect_text("unknown-words", "does not know .*doggos.* and .*teh")
+    here.expect_text("unknown-words", "will ignore .*doggos.* and .*teh.*; try Rewrite")
     screenshot(here, "unknown-words")
     here.press("rewrite-unknown")
     expect(here.field("suggestion")).to_have_value("two dogs on the beach")

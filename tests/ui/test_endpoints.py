@@ -167,7 +167,7 @@ def test_auto_shows_the_revised_prompt_and_the_caption_shows_the_settings(page: 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"prompt": "  "}, "describe an image"),
+        ({"prompt": "  "}, "describe a picture"),
         ({"prompt": FOX, "steps": "0"}, "from 1 to 1000"),
         ({"prompt": FOX, "seed": "seven"}, "seven"),
         ({"prompt": FOX, "sampler": "dimm"}, "ddim"),

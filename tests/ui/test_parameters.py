@@ -82,7 +82,7 @@ def test_qualities_and_samplers_have_descriptive_labels() -> None:
     one_step = msgspec.structs.replace(MODEL, quality_steps={"draft": 1, "standard": 4})
     assert quality_labels(MODEL)[1] == ("Standard, 25 steps", "standard")
     assert quality_labels(one_step)[0] == ("Draft, 1 step", "draft")
-    default = ("Default of the model (DPM++ 2M)", "")
+    default = ("Default (DPM++ 2M)", "")
     assert sampler_labels(MODEL) == [default, ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m")]
 
 

@@ -87,7 +87,7 @@ class Refusing:
         yield events()
 
 
-@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
+@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe a picture first"), (WISH, "The rewriter declined.")])
 def test_without_a_suggestion_nothing_can_be_accepted(wish: str, message: str) -> None:
     async def last() -> tuple[object, ...]:
         events = Rewriting(Refusing(), None)  # type: ignore[arg-type]

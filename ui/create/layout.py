@@ -137,7 +137,7 @@ def lay_out() -> CreateTab:
             count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Images", elem_id="count", buttons=[])
             advanced, random_seed, advanced_fields = _advanced()
             controlling, read_control, controls = _controlling()
-            read_parameters = upload_button("Load settings from an image", "read-parameters")
+            read_parameters = upload_button("Load settings from a picture", "read-parameters")
     selected: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
     selected["strength"] = begin.strength
     fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **selected, **advanced_fields, **controls)
@@ -163,7 +163,7 @@ def lay_out() -> CreateTab:
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
     prompt = gr.Textbox(
         label="Prompt",
-        placeholder="Describe an image...",
+        placeholder="Describe a picture...",
         lines=1,
         max_lines=8,
         autofocus=True,

@@ -101,11 +101,11 @@ def warning_of(words: Sequence[str]) -> str:
     """Return the warning about unknown ``words`` as HTML; empty if there are none."""
     if not words:
         return ""
-    word_labels = [f"<b>{html.escape(word[:40])}</b>" for word in words[:MOST_NAMED]]
+    word_labels = [f"“<b>{html.escape(word[:40])}</b>”" for word in words[:MOST_NAMED]]
     num_hidden = len(words) - MOST_NAMED
     word_labels += [f"{num_hidden} more"] if num_hidden > 0 else []
     listed = f"{', '.join(word_labels[:-1])} and {word_labels[-1]}" if len(word_labels) > 1 else word_labels[0]
-    return f'<p role="status">This model does not know {listed} and ignores it.</p>'
+    return f'<p role="status">It will ignore {listed}; try Rewrite.</p>'
 
 
 def _rows(world: World) -> Iterator[str]:

@@ -146,7 +146,7 @@ def order_of(
     """
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
-        raise InvalidRequest("The prompt is empty; describe an image.", param="prompt", code="empty_prompt")
+        raise InvalidRequest("The prompt is empty; describe a picture.", param="prompt", code="empty_prompt")
     size = (form.size or "").strip() or "auto"
     width, height = parse_size(size) or size_of(form.aspect or "square", image)
     is_its_own = start is not None and size == "auto"
@@ -242,7 +242,7 @@ def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
     """Return (label, value) of every sampler; the empty value means the model's default."""
     default = image.sampler(image.default_sampler)
     label = default.label if default is not None else image.default_sampler
-    return [(f"Default of the model ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
+    return [(f"Default ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
 
 
 def infotext_of(data: bytes, reader: ImageReader = images) -> str:

@@ -86,7 +86,7 @@ def _joined(pieces: Iterable[WordRun]) -> Iterator[WordRun]:
         yield WordRun(kind, "".join(piece.text for piece in run))
 
 
-NOTHING_TO_REWRITE: Final = "Describe an image first; then the prompt can be rewritten."
+NOTHING_TO_REWRITE: Final = "Describe a picture first; then the prompt can be rewritten."
 NOTES: Final = {
     "Off": "",
     "Suggest": "Generate uses the prompt above; accept a suggestion to use it.",

@@ -33,7 +33,7 @@ MAX_START_BYTES: Final = 4_000_000
 
 JPEG_QUALITY: Final = 95
 MASK: Final = "data:image/png;base64,"
-MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove image."
+MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove picture."
 EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="The image to edit"></div>
 <div role="group" aria-label="Mask" class="marking">
 <button type="button" data-mark="brush" aria-pressed="true">Brush</button>
@@ -77,11 +77,11 @@ class PageMarks(msgspec.Struct, frozen=True):
 def lay_out() -> StartPanel:
     """Build the panel in the current context, closed."""
     with gr.Accordion("Edit an image", open=False, elem_id="start") as panel:
-        choose = upload_button("Choose an image", "start-choose")
+        choose = upload_button("Choose a picture", "start-choose")
         editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
         info = "How much of the image changes, 0 to 1."
         strength = number_field("Strength", "0.75, or 1 with a mask", "strength", info=info)
-        remove = gr.Button("Remove image", size="sm", visible=False, elem_id="start-remove")
+        remove = gr.Button("Remove picture", size="sm", visible=False, elem_id="start-remove")
         note = gr.HTML(elem_id="start-note")
     return StartPanel(panel, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
 
