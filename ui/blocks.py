@@ -52,6 +52,12 @@ class PageBlocks(gr.Blocks):
             key_id, files = _key_id.get(), self._diffserve_server.files
             if key_id and not all(files.is_granted(path, key_id) for path in _paths_in(inputs)):
                 raise gr.Error("That file was uploaded with another key; upload it again.")
+            if block_fn.is_validator_function:  # it reports invalid values at their fields
+                return list(inputs)
+            inputs = [
+                _number_in(value) if isinstance(field, gr.Number) else value
+                for field, value in zip(block_fn.inputs, inputs, strict=True)
+            ]
             values: list[Any] = await super().preprocess_data(block_fn, inputs, *arguments, **keywords)
             for field, value in zip(block_fn.inputs, values, strict=True):
                 if getattr(field, "multiselect", False) and not isinstance(value, list | None):
@@ -132,6 +138,13 @@ def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
         "" if value is None and index < len(kinds) and kinds[index] is str else value
         for index, value in enumerate(values)
     ]
+
+
+def _number_in(value: object) -> object:
+    """Return the number in a text from a client, None for an empty one; other values are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    return float(value.replace(",", ".")) if value.strip() else None
 
 
 def _paths_in(data: object) -> Iterator[Path]:

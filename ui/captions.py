@@ -16,6 +16,10 @@ EARLY = "The server is loading its models; the image is generated as soon as the
 
 LOST = "This request was lost when the server stopped; press Generate to run it again."
 
+LOADED = "Settings loaded; press Generate."
+
+ASK = "Delete permanently?"
+
 STOPPING = "Stopping after this step. Press Stop again to discard the unfinished image."
 
 OLDER = "The image above is from an earlier request."
@@ -77,6 +81,27 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes} min {remainder} s" if remainder else f"{minutes} min"
 
 
+def queue_list(waiting: Sequence[Painting]) -> str:
+    """Return the requests that wait behind the current one as HTML, with buttons that cancel them; empty if none."""
+    if not waiting:
+        return ""
+    items = "".join(_queue_item(painting) for painting in waiting)
+    clear = f'<button type="button" data-cancel="{EVERY}">Clear the queue</button>'
+    return f'<section aria-label="Queue"><h3>Queue</h3>{clear}<ul>{items}</ul></section>'
+
+
+EVERY = 0
+"""Number that stands for all waiting requests."""
+
+
+def _queue_item(painting: Painting) -> str:
+    prompt, num_images = painting.request.prompt or "", painting.num_images
+    count = f", {num_images} images" if num_images > 1 else ""
+    text = html.escape(f"{prompt[:60]}{count}: {progress_text(painting)}")
+    name = html.escape(f"Cancel {prompt[:60]}", quote=True)
+    return f'<li>{text} <button type="button" data-cancel="{painting.number}" aria-label="{name}">Cancel</button></li>'
+
+
 def picture_caption(picture: FinishedPicture) -> str:
     """Return the parameters and warnings of a finished image as HTML."""
     return status(picture.facts, notes=picture.warnings)
@@ -112,7 +137,9 @@ def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
     called = "seeds" if pictures[0].variation_seed is None else f"seed {pictures[0].seed}, variation seeds"
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
     seed_text = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
-    return f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. Select one to enlarge it."
+    return (
+        f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. The buttons apply to the selected one."
+    )
 
 
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:

@@ -45,7 +45,8 @@ window.diffserve = (() => {
     for (const [form, names] of forms) {
       const place = names.findIndex((name) => field.closest(`[id="${name}"]`)), kept = read(ours, FORMS + form);
       if (place < 0 || !kept) continue;
-      kept[place] = ["range", "number"].includes(field.type) ? Number(field.value) : field.value;
+      const isNumber = ["range", "number"].includes(field.type);
+      kept[place] = isNumber ? (field.value === "" ? null : Number(field.value)) : field.value;
       keep(form, kept);
     }
   }
@@ -67,7 +68,7 @@ window.diffserve = (() => {
 
   // Gradio reports its initial tab as a selection: only a click counts.
   document.addEventListener("click", (event) => {
-    const tab = event.isTrusted && event.target.closest && event.target.closest("[role=tab]");
+    const tab = event.isTrusted && event.target.closest && event.target.closest("#tabs > .tab-wrapper [role=tab]");
     if (tab) write(ours, TAB, tab.textContent.trim());
   }, true);
   function openTab(name) {

@@ -8,6 +8,7 @@ with Client("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
+from diffserve.client.adapters import LoraFile, PromptStyle
 from diffserve.client.capabilities import (
     Capabilities,
     EndpointFields,
@@ -141,6 +142,7 @@ __all__ = [
     "Listed",
     "Lora",
     "LoraFields",
+    "LoraFile",
     "LostImage",
     "Message",
     "Model",
@@ -150,6 +152,7 @@ __all__ = [
     "PlannedExperiment",
     "Price",
     "Progress",
+    "PromptStyle",
     "Provenance",
     "RequestCancelled",
     "RequestCounts",
