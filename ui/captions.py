@@ -107,7 +107,14 @@ def picture_caption(picture: FinishedPicture) -> str:
     return status(picture.facts, notes=picture.warnings)
 
 
-def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, share: float | None = None) -> str:
+def status(
+    text: str,
+    *,
+    notes: Iterable[str] = (),
+    is_error: bool = False,
+    share: float | None = None,
+    seconds_left: float | None = None,
+) -> str:
     """Return a status line as HTML that screen readers announce.
 
     Args:
@@ -115,11 +122,15 @@ def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, shar
         notes: Smaller lines below it.
         is_error: Whether to announce it as an alert.
         share: Progress from 0 to 1, shown as a bar.
+        seconds_left: Expected duration, which the browser counts down (``screen.js``).
     """
     kind = ' class="error" role="alert"' if is_error else ' role="status"'
     bar = "" if share is None else f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
     lines = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in dict.fromkeys(notes))
-    return f"<div{kind}>{bar}<p>{html.escape(text)}</p>{lines}</div>"
+    left = ""
+    if seconds_left is not None:
+        left = f', <span data-left="{math.ceil(seconds_left)}">{seconds_text(seconds_left)}</span> left'
+    return f"<div{kind}>{bar}<p>{html.escape(text)}{left}</p>{lines}</div>"
 
 
 def painted_from(picture: FinishedPicture) -> str:

@@ -123,6 +123,10 @@ class PageFiles:
                 self._granted.pop(place, None)
             shutil.rmtree(place, ignore_errors=True)
 
+    def contains(self, file: Path) -> bool:
+        """Return whether ``file`` exists below the folder."""
+        return self._place_of(file) is not None and file.is_file()
+
     def _place_of(self, file: Path) -> Path | None:
         """Return the subfolder of ``file``, or None if it is outside the folder."""
         if ".." in file.parts or not file.is_relative_to(self.folder) or file == self.folder:

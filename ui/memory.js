@@ -27,11 +27,14 @@ window.diffserve = (() => {
     return [];
   }
 
+  // Gradio turns an empty number field into zero when it builds it; those with a placeholder may be empty.
+  const isOptional = (name) => Boolean(document.querySelector(`[id="${name}"] input[type=number][placeholder]:not([placeholder=""])`));
+
   // Returns the stored values of the fields `names` if their number matches, else `values`.
   const forms = new Map();
   function restore(form, names, values) {
     const kept = read(ours, FORMS + form);
-    const shown = Array.isArray(kept) && kept.length === values.length ? kept : values;
+    const shown = Array.isArray(kept) && kept.length === values.length ? kept : values.map((value, at) => value === 0 && isOptional(names[at]) ? null : value);
     forms.set(form, names);
     keep(form, shown);
     return shown;

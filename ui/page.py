@@ -18,7 +18,7 @@ from ui.create import adapters, examples, palette
 from ui.create.adapters import AdapterHandlers
 from ui.create.handlers import CreateHandlers
 from ui.create.layout import CreateTab, lay_out
-from ui.create.parameters import quality_labels, sampler_labels
+from ui.create.parameters import NUMBERS, quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
 from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
@@ -41,8 +41,6 @@ TOOLS: Final = Path(__file__).with_name("tools.html")
 
 LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
 NO_REWRITER: Final = "No language model is loaded, so prompts are used as written."
-UNSUPPORTED: Final[Any] = gr.update(value="", visible=False)
-"""Update of a field that the model does not support; hidden fields must be empty, because they are sent too."""
 
 MAX_EVENTS: Final = 1000
 """Concurrent gradio events: more than the engine accepts, so that only the engine queues."""
@@ -171,8 +169,13 @@ def _facts(models: Models, model: str | None, styles: Sequence[str]) -> list[Any
         examples.shown(image.world is not None),
         *adapters.shown(image, styles),
         *palette.shown(image.world),
-        *(UNSUPPORTED if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
+        *(_unsupported(name) if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
     ]
+
+
+def _unsupported(name: str) -> Any:
+    """Return the update of a field that the model does not support: hidden and empty, because its value is sent too."""
+    return gr.update(value=None if name in NUMBERS else "", visible="hidden")
 
 
 def _choices(models: Models, model: str | None) -> list[Any]:

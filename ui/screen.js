@@ -1,5 +1,5 @@
-// What only concerns the display: dark or light, the shortcut help, sharp small images, full screen, local times, and the tab
-// of a setting that is invalid.
+// What only concerns the display: dark or light, the shortcut help, sharp small images, full screen, local times, and the
+// group of a setting that is invalid.
 (() => {
   const THEME = "diffserve.theme", SMALL_PX = 400, ENLARGED = 1.4, SHARE_OF_HEIGHT = 0.6;
   const part = (name) => document.getElementById(name);
@@ -74,12 +74,22 @@
       time.textContent = new Date(time.dateTime).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
     }
   }
-  // Opens the tab of a field that gradio marks as invalid.
+  // Counts down the expected duration of an experiment until the server sends a new one.
+  const duration = (seconds) => seconds < 60 ? `${seconds} s` : `${Math.floor(seconds / 60)} min${seconds % 60 ? ` ${seconds % 60} s` : ""}`;
+  setInterval(() => {
+    for (const place of document.querySelectorAll("[data-left]")) {
+      const left = Math.max(1, Number(place.dataset.left) - 1);
+      place.dataset.left = left;
+      place.textContent = duration(left);
+    }
+  }, 1000);
+
+  // Shows the group of a field that gradio marks as invalid.
   function reveal() {
-    const field = document.querySelector("#groups .validation-error"), tab = field?.closest("[role=tabpanel]");
+    const field = document.querySelector(".group .validation-error"), group = field?.closest(".group");
     if (!field || field.offsetParent || field === revealed) { revealed = field; return; }
     revealed = field;
-    if (tab) part(`${tab.id}-button`)?.click();
+    document.querySelector(`#groups input[value=${group.id}]`)?.click();
   }
   let revealed = null;
   new MutationObserver(() => { localTimes(); reveal(); }).observe(document, { childList: true, subtree: true });

@@ -176,7 +176,7 @@ def test_an_image_can_be_generated_by_keyboard_alone(visit: Visitor, screenshot:
     here.page.keyboard.press("Enter")
     here.until_rested()
     expect(here.gallery()).to_have_count(1)
-    tab_to(here, "basics-button")
+    tab_to(here, "groups")
     here.page.keyboard.press("ArrowRight")
     expect(here.field("steps")).to_be_visible()
     tab_to(here, "steps")

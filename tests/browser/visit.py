@@ -109,11 +109,11 @@ class Visit:
         self.part(name).click()
 
     def reveal(self, name: str) -> None:
-        """Open the tab of settings with ``name`` if another one is open."""
+        """Show the group of settings with ``name`` if another one is shown."""
         self.page.evaluate(
             """name => {
-                const panel = document.getElementById(name)?.closest('#groups [role=tabpanel]');
-                if (panel && !panel.offsetParent) document.getElementById(`${panel.id}-button`).click();
+                const group = document.getElementById(name)?.closest('.group');
+                if (group && !group.offsetParent) document.querySelector(`#groups input[value=${group.id}]`).click();
             }""",
             name,
         )

@@ -79,7 +79,7 @@ class CreateHandlers:
         showing.gallery.select(self.look_back, outputs=list(showing), **PRIVATE)
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
-        showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.tabs], **PRIVATE)
+        showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(
             self.vary,
             inputs=[showing.parameters, settings.start.marks],
@@ -248,7 +248,7 @@ class CreateHandlers:
         if seeds is None:
             return [gr.skip()] * 4
         *texts, strength = seeds
-        return [*texts, float(strength) if strength else None, gr.update(selected="basics")]
+        return [*texts, float(strength) if strength else None, gr.update(value="basics")]
 
     async def vary(self, parameters: str, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
         """Generate variations of the image with ``parameters``, and leave the form unchanged.

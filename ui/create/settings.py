@@ -1,4 +1,4 @@
-"""Layout of the settings next to the image: tabs of fields that belong together."""
+"""Layout of the settings next to the image: groups of fields, of which one is visible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLING: Final = (
     *("eta", "guidance_interval", "guidance_rescale", "cache_interval", "sigma_min", "sigma_max"),
     "switch_at",
 )
-"""Typed fields of the Sampling tab; the others are on the Extras tab."""
+"""Typed fields of the group Sampling; the others are in Extras."""
 
 
 class Fields(NamedTuple):
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     """Components of the settings.
 
     Attributes:
-        tabs: The tabs; the id of the one with the image to edit is "start".
+        groups: The choice of a group; the image to edit is in "start".
         fields: The input components by their names in ``Fields``, without those of the prompt.
         start: The panel with the image to edit.
         adapters: The panel with LoRAs, ControlNet, embeddings and styles.
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
         read_parameters: The button that loads settings from a picture.
     """
 
-    tabs: gr.Tabs
+    groups: gr.Radio
     fields: dict[str, Any]
     start: StartPanel
     adapters: AdapterPanel
@@ -78,29 +78,43 @@ class Settings(NamedTuple):
     read_parameters: gr.UploadButton
 
 
+GROUPS: Final = {
+    "basics": ("Basics", "What to paint, how large and how well."),
+    "sampling": ("Sampling", "How the picture is computed from noise. Empty fields have good defaults."),
+    "adapters": ("Adapters", "Files that change the style or fix the composition."),
+    "start": ("Image-to-image", "Start from a picture, or repaint a part of it."),
+    "extras": ("Extras", "Variations, selection and other options."),
+}
+"""Label and hint of each group of settings by element ID."""
+
+
 def lay_out() -> Settings:
-    """Build the settings in the current context."""
-    with gr.Tabs(elem_id="groups") as tabs:
-        with _group("Basics", "basics", "What to paint, how large and how well."):
-            fields, random_seed, read_parameters = _basics()
-        with _group("Sampling", "sampling", "How the picture is computed from noise. Empty fields have good defaults."):
-            fields |= _sampling()
-        with _group("Adapters", "adapters", "Files that change the style or fix the composition."):
-            panel = adapters.lay_out(MAX_SCALE)
-        with _group("Image-to-image", "start", "Start from a picture, or repaint a part of it."):
-            begin = start.lay_out(tabs)
-        with _group("Extras", "extras", "Variations, selection and other options."):
-            fields |= {"typed": _extras(fields.pop("typed"))}
+    """Build the settings in the current context.
+
+    ``page.css`` shows the chosen group. Gradio's tabs build fields only when they are opened, too late for an error.
+    """
+    choices = [(label, name) for name, (label, _) in GROUPS.items()]
+    groups = gr.Radio(choices, value="basics", label="Settings", show_label=False, interactive=True, elem_id="groups")
+    with _group("basics"):
+        fields, random_seed, read_parameters = _basics()
+    with _group("sampling"):
+        fields |= _sampling()
+    with _group("adapters"):
+        panel = adapters.lay_out(MAX_SCALE)
+    with _group("start"):
+        begin = start.lay_out(groups)
+    with _group("extras"):
+        fields |= {"typed": _extras(fields.pop("typed"))}
     fields |= {"strength": begin.strength, **panel.fields}
-    return Settings(tabs, fields, begin, panel, random_seed, read_parameters)
+    return Settings(groups, fields, begin, panel, random_seed, read_parameters)
 
 
-def _group(label: str, name: str, hint: str) -> gr.Tab:
-    """Begin a tab; its fields are built at once, because they may get values while it is hidden."""
-    tab = gr.Tab(label, id=name, elem_id=name, elem_classes="group", render_children=True)
-    with tab:
-        gr.HTML(f"<p>{hint}</p>", elem_classes="quiet hint")
-    return tab
+def _group(name: str) -> gr.Column:
+    """Begin a group with its hint."""
+    group = gr.Column(elem_id=name, elem_classes="group")
+    with group:
+        gr.HTML(f"<p>{GROUPS[name][1]}</p>", elem_classes="quiet hint", js_on_load=None)
+    return group
 
 
 def _basics() -> tuple[dict[str, Any], gr.Button, gr.UploadButton]:

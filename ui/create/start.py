@@ -53,7 +53,7 @@ Update = Any  # a value of a component, or what gr.update gives
 class StartPanel(NamedTuple):
     """Components of the panel; ``marks`` is ``PageMarks`` in JSON, set by the browser with each request."""
 
-    tabs: gr.Tabs
+    groups: gr.Radio
     choose: gr.UploadButton
     editor: gr.HTML
     strength: gr.Number
@@ -64,7 +64,7 @@ class StartPanel(NamedTuple):
     @property
     def outputs(self) -> list[Any]:
         """The components that ``shown`` updates."""
-        return [self.tabs, self.editor, self.remove, self.note]
+        return [self.groups, self.editor, self.remove, self.note]
 
 
 class PageMarks(msgspec.Struct, frozen=True):
@@ -74,8 +74,8 @@ class PageMarks(msgspec.Struct, frozen=True):
     mask: str = ""
 
 
-def lay_out(tabs: gr.Tabs) -> StartPanel:
-    """Build the panel in the current context, which is the tab "start" of ``tabs``."""
+def lay_out(groups: gr.Radio) -> StartPanel:
+    """Build the panel in the current context, which is the group "start" of ``groups``."""
     choose = upload_button("Choose a picture", "start-choose")
     editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
     info = "How much of the picture changes, 0 to 1."
@@ -84,13 +84,13 @@ def lay_out(tabs: gr.Tabs) -> StartPanel:
     )
     remove = gr.Button("Remove picture", size="sm", visible=False, elem_id="start-remove")
     note = gr.HTML(elem_id="start-note")
-    return StartPanel(tabs, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
+    return StartPanel(groups, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
 
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
     """Return updates of ``StartPanel.outputs`` that show ``picture``, remove it if None, or show an error."""
     return [
-        gr.update(selected="start") if picture or trouble else gr.skip(),
+        gr.update(value="start") if picture or trouble else gr.skip(),
         EDITOR.format(quote(str(picture))) if picture else "" if trouble else NO_IMAGE,
         gr.update(visible=bool(picture or trouble)),
         status(trouble, is_error=True) if trouble else "",
