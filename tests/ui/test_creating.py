@@ -141,7 +141,8 @@ def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
         assert message in page.caption
         another = page.ask(steps=LONG, seed="4")
         await page.look(another)
-        await page.until(painting, lambda: "1 more queued" in page.caption)
+        requests = page.visitors.of(Request.session_hash).paintings
+        await page.until(painting, lambda: "1 more queued" in page.caption and all(each.slowest for each in requests))
         assert message not in page.caption
         page.stop()
         await page.finish(painting)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
 
 from diffserve.media.images import decode_image, read_infotext
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
@@ -172,7 +173,7 @@ def test_auto_shows_the_revised_prompt_and_the_caption_shows_the_settings(page: 
     ("fields", "sentence"),
     [
         ({"prompt": "  "}, "describe a picture"),
-        ({"prompt": FOX, "steps": "0"}, "from 1 to 1000"),
+        ({"prompt": FOX, "steps": "1001"}, "from 1 to 1000"),
         ({"prompt": FOX, "seed": "seven"}, "seven"),
         ({"prompt": FOX, "sampler": "dimm"}, "ddim"),
         ({"prompt": FOX, "size": "big"}, "big"),
@@ -183,6 +184,15 @@ def test_an_invalid_value_is_a_message_with_the_fix(page: Client, fields: dict[s
     assert 'role="alert"' in painted.caption
     assert sentence in painted.caption
     assert not isinstance(painted.picture, str)
+
+
+def test_a_number_out_of_bounds_is_refused_with_its_label(page: Client) -> None:
+    for fields, message in (
+        ({"steps": "0"}, "Steps is 0; give a number at least 1"),
+        ({"guidance": 31}, "Guidance is 31; give a number from 0 to 30"),
+    ):
+        with pytest.raises(AppError, match=message):
+            page.predict("a fox", **fields, api_name="/generate")
 
 
 def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> None:
