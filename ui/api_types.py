@@ -61,12 +61,12 @@ def _set_type(parameter: Type, name: str, choices: Mapping[str, Sequence[str]], 
 
 
 def _set_number(parameter: Type, kind: str, python_type: str) -> None:
-    """Describe a number that may be left out; gradio passes it to the text field as a text."""
+    """Describe a number that may be left out; gradio would require a value for an empty number field."""
     parameter["type"] = {"anyOf": [{"type": kind}, {"type": "null"}]}
     parameter["python_type"]["type"] = python_type
     parameter["component"] = "Number"
-    if parameter["parameter_default"] == "":
-        parameter["parameter_default"] = None
+    if not parameter["parameter_has_default"] or parameter["parameter_default"] == "":
+        parameter |= {"parameter_has_default": True, "parameter_default": None}
 
 
 def _set_choices(value: Type, name: str, choices: Mapping[str, Sequence[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -52,6 +53,12 @@ class PageBlocks(gr.Blocks):
             key_id, files = _key_id.get(), self._diffserve_server.files
             if key_id and not all(files.is_granted(path, key_id) for path in _paths_in(inputs)):
                 raise gr.Error("That file was uploaded with another key; upload it again.")
+            if block_fn.is_validator_function:  # it reports invalid values at their fields
+                return list(inputs)
+            inputs = [
+                _number_in(field, value) if isinstance(field, gr.Number) else value
+                for field, value in zip(block_fn.inputs, inputs, strict=True)
+            ]
             values: list[Any] = await super().preprocess_data(block_fn, inputs, *arguments, **keywords)
             for field, value in zip(block_fn.inputs, values, strict=True):
                 if getattr(field, "multiselect", False) and not isinstance(value, list | None):
@@ -132,6 +139,23 @@ def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
         "" if value is None and index < len(kinds) and kinds[index] is str else value
         for index, value in enumerate(values)
     ]
+
+
+def _number_in(field: gr.Number, value: object) -> object:
+    """Return the number for ``field``, which clients may send as text; None for an empty one.
+
+    Raises:
+        gr.Error: It is out of bounds; gradio's message would not name the field.
+        ValueError: It is no number.
+    """
+    if isinstance(value, str):
+        value = float(value.replace(",", ".")) if value.strip() else None
+    low = -math.inf if field.minimum is None else field.minimum
+    high = math.inf if field.maximum is None else field.maximum
+    if isinstance(value, int | float) and not low <= value <= high:
+        bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise gr.Error(f"{field.label} is {value:g}; give a number {bounds}, or leave it empty.")
+    return value
 
 
 def _paths_in(data: object) -> Iterator[Path]:

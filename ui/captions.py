@@ -8,13 +8,17 @@ from collections.abc import Iterable, Sequence
 
 from ui.create.painting import FinishedPicture, Painting
 
-READY = "Describe an image and press Enter."
-WAITING = "queued"
+READY = "Describe a picture and press Enter."
+WAITING = "Queued"
 """Also shown before the first step, when the image may already have a slot."""
 
 EARLY = "The server is loading its models; the image is generated as soon as they are ready."
 
 LOST = "This request was lost when the server stopped; press Generate to run it again."
+
+LOADED = "Settings loaded; press Generate."
+
+ASK = "Delete permanently?"
 
 STOPPING = "Stopping after this step. Press Stop again to discard the unfinished image."
 
@@ -41,7 +45,7 @@ def caption_of(
         return _ending(painting, notes)
     if painting.was_stopped:
         return status(STOPPING, notes=notes, share=painting.share)
-    after = f" {num_waiting} more queued." if num_waiting else ""
+    after = f"; {num_waiting} more queued" if num_waiting else ""
     return status(f"{progress_text(painting)}{after}", notes=notes, share=painting.share)
 
 
@@ -57,7 +61,7 @@ def progress_text(painting: Painting) -> str:
         return f"{painting.shut_out}; {SHUT_OUT}"
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
-        return f"position {ahead + 1} in the queue" if ahead else WAITING
+        return f"Queued: position {ahead + 1}" if ahead else WAITING
     seconds = painting.seconds_left
     left = "" if seconds is None else f", about {seconds_text(seconds)} left"
     if painting.num_painted > 1:
@@ -77,12 +81,40 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes} min {remainder} s" if remainder else f"{minutes} min"
 
 
+def queue_list(waiting: Sequence[Painting]) -> str:
+    """Return the requests that wait behind the current one as HTML, with buttons that cancel them; empty if none."""
+    if not waiting:
+        return ""
+    items = "".join(_queue_item(painting) for painting in waiting)
+    clear = f'<button type="button" data-cancel="{EVERY}">Clear the queue</button>'
+    return f'<section aria-label="Queue"><h3>Queue</h3>{clear}<ul>{items}</ul></section>'
+
+
+EVERY = 0
+"""Number that stands for all waiting requests."""
+
+
+def _queue_item(painting: Painting) -> str:
+    prompt, num_images = painting.request.prompt or "", painting.num_images
+    count = f", {num_images} images" if num_images > 1 else ""
+    text = html.escape(f"{prompt[:60]}{count}: {progress_text(painting)}")
+    name = html.escape(f"Cancel {prompt[:60]}", quote=True)
+    return f'<li>{text} <button type="button" data-cancel="{painting.number}" aria-label="{name}">Cancel</button></li>'
+
+
 def picture_caption(picture: FinishedPicture) -> str:
     """Return the parameters and warnings of a finished image as HTML."""
     return status(picture.facts, notes=picture.warnings)
 
 
-def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, share: float | None = None) -> str:
+def status(
+    text: str,
+    *,
+    notes: Iterable[str] = (),
+    is_error: bool = False,
+    share: float | None = None,
+    seconds_left: float | None = None,
+) -> str:
     """Return a status line as HTML that screen readers announce.
 
     Args:
@@ -90,11 +122,15 @@ def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, shar
         notes: Smaller lines below it.
         is_error: Whether to announce it as an alert.
         share: Progress from 0 to 1, shown as a bar.
+        seconds_left: Expected duration, which the browser counts down (``screen.js``).
     """
     kind = ' class="error" role="alert"' if is_error else ' role="status"'
     bar = "" if share is None else f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
     lines = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in dict.fromkeys(notes))
-    return f"<div{kind}>{bar}<p>{html.escape(text)}</p>{lines}</div>"
+    left = ""
+    if seconds_left is not None:
+        left = f', <span data-left="{math.ceil(seconds_left)}">{seconds_text(seconds_left)}</span> left'
+    return f"<div{kind}>{bar}<p>{html.escape(text)}{left}</p>{lines}</div>"
 
 
 def painted_from(picture: FinishedPicture) -> str:
@@ -112,7 +148,9 @@ def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
     called = "seeds" if pictures[0].variation_seed is None else f"seed {pictures[0].seed}, variation seeds"
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
     seed_text = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
-    return f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. Select one to enlarge it."
+    return (
+        f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. The buttons apply to the selected one."
+    )
 
 
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:

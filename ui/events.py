@@ -38,6 +38,12 @@ def called_with(*names: str) -> Callable[[Function], Function]:
     return decorate
 
 
+def event_value(event: gr.EventData, name: str) -> Any:
+    """Return what the browser reported as ``name`` with a custom event of an HTML component, or None."""
+    data = event._data
+    return data.get(name) if isinstance(data, dict) else None
+
+
 def shown_if(is_shown: bool) -> dict[str, Any]:
     """Return the update that shows or hides a button without removing it from the page.
 
@@ -71,14 +77,39 @@ def keep_tab(page: gr.Blocks) -> None:
     page.load(js="() => diffserve.restoreTab()", **SILENT)
 
 
-def number_field(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
-    """Build a text field for an optional number; gradio's number field turns an empty value into zero."""
+def number_field(
+    label: str,
+    placeholder: str,
+    elem_id: str,
+    *,
+    info: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    step: float = 1,
+) -> gr.Number:
+    """Build a field for a number that may be left out; ``placeholder`` says what an empty one means."""
+    return gr.Number(
+        None,
+        label=label,
+        placeholder=placeholder,
+        info=info,
+        minimum=minimum,
+        maximum=maximum,
+        step=step,
+        min_width=120,
+        elem_id=elem_id,
+    )
+
+
+def text_field(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
+    """Build a one-line text field without the browser's corrections."""
     return gr.Textbox(
         "",
         label=label,
         placeholder=placeholder,
         info=info,
         max_lines=1,
+        min_width=120,
         html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
         elem_id=elem_id,
     )

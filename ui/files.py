@@ -112,6 +112,21 @@ class PageFiles:
         """Return whether the API key with ``key_id`` may read ``file``."""
         return key_id in self._granted.get(self._place_of(file) or self.folder, ())
 
+    def discard(self, file: Path) -> None:
+        """Remove ``file`` and everything else in its folder."""
+        if (place := self._place_of(file)) is not None:
+            with self._lock:
+                kept = next((each for each in self._kept if each.folder == place), None)
+                if kept is not None:
+                    self._kept.remove(kept)
+                    self._num_bytes -= kept.num_bytes
+                self._granted.pop(place, None)
+            shutil.rmtree(place, ignore_errors=True)
+
+    def contains(self, file: Path) -> bool:
+        """Return whether ``file`` exists below the folder."""
+        return self._place_of(file) is not None and file.is_file()
+
     def _place_of(self, file: Path) -> Path | None:
         """Return the subfolder of ``file``, or None if it is outside the folder."""
         if ".." in file.parts or not file.is_relative_to(self.folder) or file == self.folder:

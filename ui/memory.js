@@ -27,11 +27,14 @@ window.diffserve = (() => {
     return [];
   }
 
+  // Gradio turns an empty number field into zero when it builds it; those with a placeholder may be empty.
+  const isOptional = (name) => Boolean(document.querySelector(`[id="${name}"] input[type=number][placeholder]:not([placeholder=""])`));
+
   // Returns the stored values of the fields `names` if their number matches, else `values`.
   const forms = new Map();
   function restore(form, names, values) {
     const kept = read(ours, FORMS + form);
-    const shown = Array.isArray(kept) && kept.length === values.length ? kept : values;
+    const shown = Array.isArray(kept) && kept.length === values.length ? kept : values.map((value, at) => value === 0 && isOptional(names[at]) ? null : value);
     forms.set(form, names);
     keep(form, shown);
     return shown;
@@ -45,7 +48,8 @@ window.diffserve = (() => {
     for (const [form, names] of forms) {
       const place = names.findIndex((name) => field.closest(`[id="${name}"]`)), kept = read(ours, FORMS + form);
       if (place < 0 || !kept) continue;
-      kept[place] = ["range", "number"].includes(field.type) ? Number(field.value) : field.value;
+      const isNumber = ["range", "number"].includes(field.type);
+      kept[place] = isNumber ? (field.value === "" ? null : Number(field.value)) : field.value;
       keep(form, kept);
     }
   }
@@ -67,7 +71,7 @@ window.diffserve = (() => {
 
   // Gradio reports its initial tab as a selection: only a click counts.
   document.addEventListener("click", (event) => {
-    const tab = event.isTrusted && event.target.closest && event.target.closest("[role=tab]");
+    const tab = event.isTrusted && event.target.closest && event.target.closest("#tabs > .tab-wrapper [role=tab]");
     if (tab) write(ours, TAB, tab.textContent.trim());
   }, true);
   function openTab(name) {

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import inspect
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from types import ModuleType
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from diffserve.client import own_key
@@ -51,65 +48,16 @@ def create_page(url: str, *, server: Server | None = None) -> PageBlocks:
     """Build the page as described in ``ui.create_page``."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
-    import_lazily("pandas")
-    with without_interface_files(), without("mcp", "pyarrow"):
-        from ui.page import build
+    from ui.page import build
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
-    skip_matplotlib()
     page = _within_a_loop(lambda: build(server))
     limit_uploads(page, server.files)
     page.state_session_capacity = MAX_SESSIONS
     page._queue.sleep_when_free = IDLE_LOOK_S
     page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
     return page
-
-
-@contextlib.contextmanager
-def without_interface_files() -> Iterator[None]:
-    """Hide the source files of gradio's components while the block runs.
-
-    Gradio would parse them at import to write editor stubs, which takes half of the import time.
-    """
-    original_getfile = inspect.getfile
-
-    def getfile(of: Any) -> str:
-        if isinstance(of, type) and of.__module__.startswith("gradio."):
-            raise OSError(f"{of.__name__} is only imported")
-        return original_getfile(of)
-
-    setattr(inspect, "getfile", getfile)  # noqa: B010 - no type checker takes a function for a name to assign to
-    try:
-        yield
-    finally:
-        setattr(inspect, "getfile", original_getfile)  # noqa: B010
-
-
-@contextlib.contextmanager
-def without(*packages: str) -> Iterator[None]:
-    """Make those ``packages`` that are not imported yet look uninstalled while the block runs.
-
-    Gradio would import mcp (24 MB) and pandas would import pyarrow (36 MB), which the page does not use.
-    """
-    hidden = [name for name in packages if name not in sys.modules]
-    for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
-def skip_matplotlib() -> None:
-    """Keep gradio from importing matplotlib (15 MB) at the first event.
-
-    It would choose a backend for functions that draw with pyplot, which the page does not have.
-    """
-    from gradio import utils
-
-    utils.MatplotlibBackendMananger = contextlib.nullcontext  # type: ignore[assignment,misc]
 
 
 def use_relative_manifest() -> None:
@@ -122,25 +70,6 @@ def use_relative_manifest() -> None:
     source = environment.loader.get_source(environment, name)[0]
     page = source.replace('href="/manifest.json"', 'href="./manifest.json"')
     environment.loader = ChoiceLoader([DictLoader({name: page}), environment.loader])
-
-
-class LazyPackage(ModuleType):
-    """Placeholder for a package that is imported at the first access to one of its attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__path__", "__version__"):  # introspection must not import
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def import_lazily(package: str) -> None:
-    """Delay the import of ``package``; gradio would import all of pandas (34 MB) for tables the page does not have."""
-    spec = None if package in sys.modules else importlib.util.find_spec(package)
-    if spec is not None:
-        sys.modules[package] = placeholder = LazyPackage(package)
-        placeholder.__spec__ = spec
 
 
 def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:

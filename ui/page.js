@@ -16,6 +16,15 @@ async function diffserveCopy(text) {
   setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
 }
 
+// Saves a file that the server prepared.
+diffserve.save = (file) => {
+  if (!file) return [];
+  const link = document.createElement("a");
+  [link.href, link.download] = [file.url, file.orig_name || file.path.split("/").pop()];
+  link.click();
+  return [];
+};
+
 // Generate and Stop replace each other, as do Run and Stop of an experiment: move the keyboard focus to the new button.
 (() => {
   const other = { generate: "stop", stop: "generate", "exp-run": "exp-stop", "exp-stop": "exp-run" };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,14 +11,14 @@ import gradio as gr
 from gradio.blocks import Block
 
 from diffserve.api.errors import DiffserveError
-from diffserve.models.vocabulary import MOST_NAMED
-from ui import history
+from ui import history, history_view
 from ui.blocks import PageBlocks
 from ui.captions import LOST, READY, status
-from ui.create import palette
+from ui.create import adapters, examples, palette
+from ui.create.adapters import AdapterHandlers
 from ui.create.handlers import CreateHandlers
 from ui.create.layout import CreateTab, lay_out
-from ui.create.parameters import quality_labels, sampler_labels
+from ui.create.parameters import NUMBERS, quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
 from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
@@ -25,19 +26,21 @@ from ui.experiment.layout import add_experiment
 from ui.fields import TYPED
 from ui.guard import key_of
 from ui.server import Models, Server, sentence
-from ui.visitors import Visitors
+from ui.visitors import Visitors, ask_for_visitor
 
 STYLE: Final = Path(__file__).with_name("page.css")
 SCRIPTS: Final = tuple(
-    Path(__file__).with_name(f"{name}.js") for name in ("page", "memory", "keys", "drop", "palette", "mark", "lost")
+    Path(__file__).with_name(f"{name}.js")
+    for name in ("memory", "page", "keys", "drop", "palette", "mark", "lost", "screen")
 )
 """Scripts in the order in which they run."""
 TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
+TOOLS: Final = Path(__file__).with_name("tools.html")
+"""Buttons of the header, and the dialogs of shortcuts and full screen (``screen.js``)."""
+
 LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
 NO_REWRITER: Final = "No language model is loaded, so prompts are used as written."
-UNSUPPORTED: Final[Any] = gr.update(value="", visible=False)
-"""Update of a field that the model does not support; hidden fields must be empty, because they are sent too."""
 
 MAX_EVENTS: Final = 1000
 """Concurrent gradio events: more than the engine accepts, so that only the engine queues."""
@@ -55,21 +58,23 @@ def build(server: Server) -> PageBlocks:
         with gr.Row(elem_id="head"):
             gr.HTML(f"<h1>{TITLE}</h1>", elem_id="title")
             about = gr.HTML(elem_id="about", elem_classes="quiet")
+            gr.HTML(TOOLS.read_text(encoding="utf-8"), elem_id="tools", js_on_load=None)
             leaving = gr.HTML(LEAVE, visible=False, elem_id="leave")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Create", id="create", elem_id="create-tab"):
                 tab = lay_out()
+                fields, showing, panel = tab.fields, tab.showing, tab.settings.adapters
                 creating = CreateHandlers(server, visitors, tab)
                 creating.connect()
-                starting = Starting(server, visitors, tab.start)
-                starting.connect(tab.showing.edit, tab.showing.picture)
-                Rewriting(server, tab).connect()
-                fields = tab.fields
+                starting = Starting(server, visitors, tab.settings.start)
+                starting.connect(showing.edit, showing.picture)
+                Rewriting(server, visitors, tab).connect()
                 palette.connect(server, fields.prompt, fields.loras, fields.rewrite_mode, fields.model, tab.palette)
+                AdapterHandlers(server, visitors, panel).connect(fields.prompt, fields.negative_prompt, showing.caption)
             with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
                 add_experiment(server, page, experiment)
             with gr.Tab("History", id="history", elem_id="history-tab") as opened:
-                history_tab = history.lay_out()
+                history_tab = history_view.lay_out()
                 history.HistoryHandlers(server, visitors).connect(history_tab, opened, tab)
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
@@ -91,9 +96,10 @@ def _greet(
     leaving: gr.HTML,
 ) -> None:
     """Connect the events of a page that opens: restore its earlier state, then show what the loaded models support."""
-    fields = tab.fields
-    of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.loras, fields.num_images]
-    of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things, *fields.typed.values()]
+    fields, panel = tab.fields, tab.settings.adapters
+    of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.num_images, tab.examples]
+    of_model += [panel.lora, panel.embeddings, panel.style, fields.loras, panel.controlling, fields.control]
+    of_model += [tab.palette.panel, tab.palette.things, *fields.typed.values()]
     outputs = [*of_model, fields.model, fields.rewrite_mode, tab.wording.note, tab.showing.caption]
 
     async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> Any:
@@ -117,11 +123,15 @@ def _greet(
             trouble = status(f"{sentence(error)} Then reload this page.", is_error=True)
             return ["", *[gr.skip()] * (len(outputs) - 2), trouble]
         caption = gr.skip() if visitors.of(request.session_hash).has_something else status(READY)
-        return [*_facts(models, model), *_choices(models, model), caption]
+        return [*await facts(models, model, request), *_choices(models, model), caption]
 
-    async def choose(model: str | None) -> list[Any]:
+    async def facts(models: Models, model: str | None, request: gr.Request) -> list[Any]:
+        ask_for_visitor(request)
+        return _facts(models, model, await adapters.styles_of(server, models.image_of(model)))
+
+    async def choose(model: str | None, request: gr.Request) -> list[Any]:
         try:
-            return _facts(await server.models(), model)
+            return await facts(await server.models(), model, request)
         except DiffserveError:
             return [gr.skip()] * len(of_model)
 
@@ -142,11 +152,11 @@ def _greet(
         show_progress="hidden",
         concurrency_limit=None,
     )
-    arrived.then(starting.restore, tab.was_edit, tab.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
+    arrived.then(starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
     arrived.then(js="() => diffserve.goOn()", **SILENT)
 
 
-def _facts(models: Models, model: str | None) -> list[Any]:
+def _facts(models: Models, model: str | None, styles: Sequence[str]) -> list[Any]:
     """Return updates that show the capabilities of ``model``, or of the first model."""
     image = models.image_of(model)
     name = model if isinstance(model, str) and model in models.others else models.image_id
@@ -155,13 +165,17 @@ def _facts(models: Models, model: str | None) -> list[Any]:
         gr.update(choices=quality_labels(image)),
         gr.update(choices=sampler_labels(image)),
         gr.update(placeholder=f"default, {image.default_guidance_scale:g}"),
-        gr.update(placeholder=f"available: {', '.join(image.loras[:MOST_NAMED])}" if image.loras else "none"),
         gr.update(maximum=image.max_images),
-        gr.update(visible=bool(image.controlnets)),
-        gr.update(choices=[("None", ""), *((name, name) for name in image.controlnets)]),
+        examples.shown(image.world is not None),
+        *adapters.shown(image, styles),
         *palette.shown(image.world),
-        *(UNSUPPORTED if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
+        *(_unsupported(name) if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
     ]
+
+
+def _unsupported(name: str) -> Any:
+    """Return the update of a field that the model does not support: hidden and empty, because its value is sent too."""
+    return gr.update(value=None if name in NUMBERS else "", visible="hidden")
 
 
 def _choices(models: Models, model: str | None) -> list[Any]:

@@ -18,11 +18,20 @@
     return parts.filter(Boolean).join(" ");
   }
 
+  // A whole example, a word of an adapter, or a word of the vocabulary.
   document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("#palette button[data-say]");
+    const button = event.target.closest && event.target.closest("[data-example], [data-word], #palette button[data-say]");
     const area = document.querySelector("#prompt textarea");
     if (!button || !area) return;
-    area.value = add(area.value, button.dataset);
+    const { example, word } = button.dataset;
+    area.value = example ?? (word ? `${area.value} ${word}`.trim() : add(area.value, button.dataset));
     area.dispatchEvent(new Event("input", { bubbles: true }));
+    if (example) area.focus();
   });
+
+  // Adds a LoRA to the list of names and strengths, or changes its strength there.
+  diffserve.withLora = (name, strength, used) => {
+    const others = (used || "").split(",").map((each) => each.trim()).filter((each) => each && each.split(":")[0] !== name);
+    return name ? [...others, `${name}:${strength}`].join(", ") : used;
+  };
 })();

@@ -92,6 +92,8 @@ class Visitor:
         grace_s: How many seconds requests continue while no page shows them.
         keep: Callback for every finished image.
         control: The file of the control image, None before one is chosen.
+        wish: The prompt before its last rewrite.
+        asked: The image whose deletion waits for confirmation.
     """
 
     def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = ()) -> None:
@@ -100,6 +102,10 @@ class Visitor:
         self.news = 0
         self.trouble: str | None = None
         self.control: Path | None = None
+        self.wish = ""
+        self.asked: Path | None = None
+        self._settled: frozenset[str] = frozenset()
+        self._num_paintings = 0
         self.grace_s = grace_s
         self.keep: Callable[[FinishedPicture], None] | None = None
         self._start: Path | None = None
@@ -144,6 +150,32 @@ class Visitor:
     def start(self, picture: Path | None) -> None:
         self._start = picture
 
+    def settle(self, wish: str, prompt: str) -> None:
+        """Note that ``wish`` was rewritten to ``prompt``, so that Generate paints either without another rewrite."""
+        self.wish, self._settled = wish, frozenset((wish, prompt))
+
+    def is_settled(self, prompt: str) -> bool:
+        """Whether ``prompt`` was just rewritten, or its rewrite was undone."""
+        return prompt in self._settled
+
+    def picture_at(self, path: object) -> FinishedPicture | None:
+        """Return the gallery's image in the file ``path``, a text or gradio's file data; None if there is none."""
+        name = path.get("path") if isinstance(path, dict) else path
+        return next((each for each in self.pictures if str(each.path) == name and each.path.is_file()), None)
+
+    def replace(self, picture: FinishedPicture, changed: FinishedPicture | None) -> None:
+        """Put ``changed`` in the place of ``picture``, or remove that if None."""
+        together = [] if changed is None else [changed]
+
+        def replaced(pictures: list[FinishedPicture]) -> list[FinishedPicture]:
+            return [new for each in pictures for new in (together if each.path == picture.path else [each])]
+
+        self.pictures, self.batch = replaced(self.pictures), replaced(self.batch)
+        if self._latest is not None:
+            self._latest.pictures = replaced(self._latest.pictures)
+        if changed is not None and self.keep is not None:
+            self.keep(changed)
+
     def begin_as(self, form: Form) -> None:
         """Remove the image to edit if the settings in ``form`` do not use one."""
         if form.strength is None:
@@ -152,7 +184,8 @@ class Visitor:
     def paint(self, server: Server, request: CheckedForm | Form, start: StartFile | None = None) -> Painting:
         """Start the request ``request``, from the image ``start`` or from noise."""
         self.trouble = None
-        painting = Painting(server, request, self._take, start)
+        self._num_paintings += 1
+        painting = Painting(server, request, self._take, start, self._num_paintings)
         self._paintings.append(painting)
         self._latest = painting
         return painting

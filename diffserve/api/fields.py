@@ -249,7 +249,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Cache interval",
         option="--cache-interval",
         metavar="N",
-        form="Cache interval",
+        form="DeepCache interval",
     ),
     "sigma_min": RequestField(
         type=float,
@@ -472,7 +472,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         help="Generate this many images and return the n with the highest scores; at most 10.",
         absent="n",
         unit="images",
-        form="Best of",
+        form="Candidates",
     ),
 }
 """Image request fields by name, in the order in which infotext keys are read."""

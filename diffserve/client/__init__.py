@@ -8,6 +8,7 @@ with Client("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
+from diffserve.client.adapters import LoraFile, PromptStyle
 from diffserve.client.capabilities import (
     Capabilities,
     EndpointFields,
@@ -145,6 +146,7 @@ __all__ = [
     "Listed",
     "Lora",
     "LoraFields",
+    "LoraFile",
     "LostImage",
     "Message",
     "Model",
@@ -154,6 +156,7 @@ __all__ = [
     "PlannedExperiment",
     "Price",
     "Progress",
+    "PromptStyle",
     "Provenance",
     "Reference",
     "ReferenceFields",

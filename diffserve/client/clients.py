@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable
+from diffserve.client.adapters import AdapterMethods
 from diffserve.client.capabilities import Model, ServerCapabilities
 from diffserve.client.errors import ServerLost
 from diffserve.client.experiments import ExperimentMethods
@@ -33,7 +34,7 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[Model, ...]
 
 
-class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods):
+class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods, AdapterMethods):
     """Asynchronous client of a diffserve server, for asyncio.
 
     It raises the same exceptions as ``Client``. Methods that return an ``AsyncStream`` are not coroutines: enter the
@@ -293,6 +294,7 @@ class Client:
     history_entry = _blocking(AsyncClient.history_entry)
     history_picture = _blocking(AsyncClient.history_picture)
     history_thumbnail = _blocking(AsyncClient.history_thumbnail)
+    set_favorite = _blocking(AsyncClient.set_favorite)
     forget = _blocking(AsyncClient.forget)
     forget_all = _blocking(AsyncClient.forget_all)
     usage = _blocking(AsyncClient.usage)
@@ -305,4 +307,7 @@ class Client:
     cancel_experiment = _blocking(AsyncClient.cancel_experiment)
     delete_experiment = _blocking(AsyncClient.delete_experiment)
     experiment_file = _blocking(AsyncClient.experiment_file)
+    loras = _blocking(AsyncClient.loras)
+    prompt_styles = _blocking(AsyncClient.prompt_styles)
+    control_map = _blocking(AsyncClient.control_map)
     is_ready = _blocking(AsyncClient.is_ready)

@@ -71,10 +71,11 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Image in the history of an API key."""
+    """Image in the history of an API key; ``favorite`` says whether it was marked as one."""
 
     id: str
     created_at: int
+    favorite: bool = False
     model: str
     prompt: str
     original_prompt: str | None = None
@@ -126,12 +127,14 @@ class HistoryFields(PageFields, total=False):
         model: Name of the model.
         since: Earliest time, in seconds since 1970.
         until: End of the period (exclusive), in seconds since 1970.
+        favorite: Only favorites, or only others.
     """
 
     q: str
     model: str
     since: float
     until: float
+    favorite: bool
 
 
 def batch_lines(bodies: Iterable[Mapping[str, Any]], endpoint: str = GENERATIONS) -> bytes:
@@ -158,7 +161,8 @@ class _Forgotten(msgspec.Struct):
 
 def paged(path: str, fields: PageFields) -> str:
     """Return ``path`` with the page selection as its query."""
-    return f"{path}?{urlencode(fields)}" if fields else path
+    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in fields.items()}
+    return f"{path}?{urlencode(values)}" if values else path
 
 
 class StoredDataMethods(HttpClient):
@@ -318,6 +322,22 @@ class StoredDataMethods(HttpClient):
             InvalidRequest: No history entry has this ID.
         """
         return await self._call("GET", resource(HISTORY, entry_id), HistoryEntry)
+
+    async def set_favorite(self, entry_id: str, is_favorite: bool = True) -> HistoryEntry:
+        """Mark an image of the history as a favorite, or unmark it.
+
+        Args:
+            entry_id: The ID of the entry.
+            is_favorite: Whether it becomes a favorite.
+
+        Returns:
+            The changed entry.
+
+        Raises:
+            InvalidRequest: No history entry has this ID.
+        """
+        path = resource(HISTORY, entry_id, "favorite")
+        return await self._call("POST" if is_favorite else "DELETE", path, HistoryEntry)
 
     async def history_picture(self, entry_id: str) -> bytes:
         """Download the image file of a history entry.

@@ -28,6 +28,9 @@ MAX_SCALE: Final = 10.0
 MAX_HEADER_BYTES: Final = 1 << 23
 """Maximum header size of a LoRA file. 20,000 tensors take 2 MB, and training tags may take as much."""
 
+MAX_METADATA_CHARS: Final = 2_000
+"""Longer texts of a file's metadata, such as the tags of all training images, are not listed."""
+
 SUFFIX: Final = ".safetensors"
 
 _TAG: Final = re.compile(r"(?<!\\)<(?:lora|lyco):([^<>]*)>", re.IGNORECASE)
@@ -177,6 +180,13 @@ class LoraFolders:
                 return folder / f"{name}{SUFFIX}"
         files = self._files()
         return files[resolve_name(name, self.names(), files, "LoRA")]
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """Return the texts in the file of ``name``, without those longer than ``MAX_METADATA_CHARS``."""
+        path = self._files().get(name)
+        metadata = read_header(path).get(METADATA) if path is not None else None
+        texts = metadata.items() if isinstance(metadata, dict) else ()
+        return {key: text for key, text in texts if isinstance(text, str) and len(text) <= MAX_METADATA_CHARS}
 
     def _files(self) -> dict[str, Path]:
         """Return the files with valid names, by name, sorted."""

@@ -134,6 +134,7 @@ MIGRATIONS: Final = (
     CREATE INDEX experiments_by_owner ON experiments (owner, number);
     CREATE INDEX experiments_by_status ON experiments (status);
     """,
+    "ALTER TABLE history ADD COLUMN favorite INTEGER NOT NULL DEFAULT 0",
 )
 """Migration scripts, one per schema version. Add new ones; never change a released one."""
 

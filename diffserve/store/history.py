@@ -15,7 +15,7 @@ MAX_WORDS: Final = 16
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of an image: the name of its ``file``, searchable ``words``, and its parameters (``recipe``)."""
+    """Row of an image: its ``file`` name, searchable ``words``, parameters (``recipe``), and 1 for a ``favorite``."""
 
     id: str
     owner: str
@@ -24,6 +24,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     recipe: dict[str, Any]
     created_s: float
+    favorite: int = 0
 
 
 class EntryFilter(NamedTuple):
@@ -34,12 +35,14 @@ class EntryFilter(NamedTuple):
         model: Name of the model; empty means any.
         since_s: Earliest time, in seconds since 1970.
         until_s: End of the period (exclusive), in seconds since 1970.
+        favorite: Whether they are favorites; None means any.
     """
 
     words: tuple[str, ...] = ()
     model: str = ""
     since_s: float | None = None
     until_s: float | None = None
+    favorite: bool | None = None
 
 
 class History:
@@ -75,6 +78,8 @@ class History:
             conditions.append(("created_s >= ?", entry_filter.since_s))
         if entry_filter.until_s is not None:
             conditions.append(("created_s < ?", entry_filter.until_s))
+        if entry_filter.favorite is not None:
+            conditions.append(("favorite = ?", int(entry_filter.favorite)))
         where = "".join(f" AND {condition}" for condition, _ in conditions)
         values = [value for _, value in conditions]
         return self._database.page(Entry, "history", owner, selection, where, values)
@@ -82,6 +87,13 @@ class History:
     def get(self, owner: str, name: str) -> Entry | None:
         """Return the entry with the ID ``name`` if it belongs to ``owner``, else None."""
         with self._database.connected() as connection:
+            return find_row(connection, Entry, "history", id=name, owner=owner)
+
+    def set_favorite(self, owner: str, name: str, *, is_favorite: bool) -> Entry | None:
+        """Mark or unmark the entry with the ID ``name`` and return it; None if it does not belong to ``owner``."""
+        with self._database.connected() as connection:
+            update = "UPDATE history SET favorite = ? WHERE id = ? AND owner = ?"
+            connection.execute(update, (int(is_favorite), name, owner))
             return find_row(connection, Entry, "history", id=name, owner=owner)
 
     def files(self, owner: str) -> list[str]:

@@ -38,7 +38,6 @@ def test_a_reload_restores_prompt_settings_gallery_and_the_running_job(
     expect(here.gallery()).to_have_count(2)
     expect(here.field("prompt")).to_have_value("a penguin")
     expect(here.part("aspect").locator("label.selected")).to_contain_text("Portrait")
-    here.open_advanced()
     for name, value in {"steps": "1000", "seed": "5", "negative-prompt": "night"}.items():
         expect(here.field(name)).to_have_value(value)
     screenshot(here, "reloaded")

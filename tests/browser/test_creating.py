@@ -80,7 +80,6 @@ def test_a_file_restores_its_settings_and_reproduces_its_pixels(
     there = visit()
     there.upload("read-parameters", first)
     expect(there.field("prompt")).to_have_value(FOX)
-    there.open_advanced()
     expect(there.field("steps")).to_have_value("6")
     expect(there.field("guidance")).to_have_value("2.5")
     expect(there.field("negative-prompt")).to_have_value("night")

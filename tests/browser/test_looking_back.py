@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
+
 import pytest
 from playwright.sync_api import expect
 
@@ -41,20 +44,17 @@ def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Scr
     there.write("negative-prompt", "snow")
     there.page.get_by_role("tab", name="History").click()
     expect(grid).to_have_count(1)
-    grid.first.click()
     there.press("history-edit")
     expect(there.part("start-picture").locator("canvas")).to_be_visible()
     expect(there.field("prompt")).to_have_value("a zebra in the snow")
     expect(there.field("negative-prompt")).to_have_value("night")
     there.expect_caption("describe the change")
     there.page.get_by_role("tab", name="History").click()
-    grid.first.click()
     there.press("history-restore")
-    there.expect_caption("settings loaded from the image")
+    there.expect_caption("settings loaded")
     expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that one started from noise
     there.page.wait_for_function("() => !diffserve.isEdit()")  # and so does the next one
     there.page.get_by_role("tab", name="History").click()
-    grid.first.click()
     there.press("history-delete")
     expect(there.part("history-delete")).to_contain_text("permanently?")
     there.press("history-delete")
@@ -68,3 +68,45 @@ def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Scr
     assert_fits(there)
     expect_no_barrier(there)
     screenshot(there, "history-phone")
+
+
+def test_several_images_are_compared_marked_downloaded_and_found_again(
+    visit: Visitor, screenshot: Screenshot, tmp_path: Path
+) -> None:
+    here = visit(timezone_id="Asia/Tokyo")
+    here.set_advanced(steps=2)
+    here.write("count", 3)
+    here.write("prompt", "a turtle on a pink background")
+    here.paint()
+    expect(here.gallery()).to_have_count(3)
+    here.page.get_by_role("tab", name="History").click()
+    here.write("history-words", "turtle pink")
+    here.press("history-go")
+    grid = here.part("history-grid").locator(".thumbnail-item")
+    expect(grid).to_have_count(3)
+    grid.first.get_by_role("checkbox").focus()
+    here.page.keyboard.press("Space")
+    here.expect_text("history-said", r"a turtle on a pink background.*\d{1,2}:\d\d")
+    shown = here.part("history-said").locator("time")
+    assert shown.inner_text() != shown.get_attribute("title"), "local time instead of UTC"
+    expect(here.part("history-compare")).to_be_disabled()
+    grid.nth(1).click()
+    here.expect_text("history-said", "2 images are selected")
+    expect(here.part("history-restore")).to_be_disabled()
+    here.press("history-compare")
+    expect(here.part("history-slider").locator("img")).to_have_count(2)
+    screenshot(here, "history-compared")
+    here.press("history-favorite")
+    expect(here.part("history-grid").locator(".star")).to_have_count(2)
+    archive = here.save("history-download", tmp_path)
+    with zipfile.ZipFile(archive) as packed:
+        assert len(packed.namelist()) == 2
+    here.part("history-favorites").get_by_role("checkbox").check()
+    expect(grid).to_have_count(2)
+    here.press("history-full-screen")
+    expect(here.part("lightbox")).to_contain_text("1 of 2")
+    here.page.keyboard.press("Escape")
+    here.press("history-delete")
+    here.press("history-delete")
+    expect(grid).to_have_count(0)
+    here.expect_text("history-said", "fits the filters")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import Literal
 
 import numpy as np
@@ -102,13 +101,6 @@ def test_text_of_visitors_is_escaped(visit: Visitor, screenshot: Screenshot) -> 
     here.set_advanced(steps=4, negative_prompt=NASTY)
     here.write("prompt", NASTY)
     here.press("suggest")
-    expect(here.field("suggestion")).not_to_have_value("")
-    expect(here.field("suggestion")).to_be_editable()
-    assert any(moment["isBeingSuggested"] for moment in here.recorded_states()), (
-        "what is being written could be typed into"
-    )
-    here.field("suggestion").press_sequentially(" and an owl")
-    expect(here.field("suggestion")).to_have_value(re.compile(" and an owl$"))
     expect(here.part("difference")).to_contain_text("**stars**")
     expect(here.part("difference")).to_contain_text("<b id=bold>fox</b>")
     assert_inert(here)
@@ -184,8 +176,9 @@ def test_an_image_can_be_generated_by_keyboard_alone(visit: Visitor, screenshot:
     here.page.keyboard.press("Enter")
     here.until_rested()
     expect(here.gallery()).to_have_count(1)
-    tab_to(here, "advanced")
-    here.page.keyboard.press("Enter")
+    tab_to(here, "groups")
+    here.page.keyboard.press("Tab")  # gradio makes each choice a stop of its own
+    here.page.keyboard.press("Space")
     expect(here.field("steps")).to_be_visible()
     tab_to(here, "steps")
     tab_to(here, "sampler")

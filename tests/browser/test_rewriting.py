@@ -24,41 +24,39 @@ def prompt_in(path: Path) -> str:
     return parse_infotext(text).prompt
 
 
-def test_a_suggestion_is_edited_and_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+def test_generate_paints_the_suggestion_after_showing_it_until_undone(
+    visit: Visitor, screenshot: Screenshot, tmp_path: Path
+) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.write("prompt", WISH)
-    here.press("suggest")
-    expect(here.field("suggestion")).to_have_value(MEANT)
+    here.expect_text("rewrite-note", "Generate rewrites the prompt, shows the changes, then paints")
+    here.set_advanced(steps=10)
+    here.paint()
+    expect(here.field("prompt")).to_have_value(MEANT)
     here.expect_text("difference", r"doggos.*two")
     screenshot(here, "suggested")
-    here.write("suggestion", "three dogs on the beach")
-    here.expect_text("rewrite-note", "uses the prompt above; accept a suggestion")
+    assert prompt_in(here.save("download", tmp_path)) == MEANT
+    here.press("revert")
+    expect(here.field("prompt")).to_have_value(WISH)
     here.set_advanced(steps=1)
-    here.paint()
-    assert prompt_in(here.save("download", tmp_path)) == WISH, "it was not accepted"
-    here.press("accept")
-    expect(here.field("prompt")).to_have_value("three dogs on the beach")
-    here.set_advanced(steps=10)
     here.paint()
     expect(here.gallery()).to_have_count(2)
     here.until_rested()
-    here.expect_caption("10 steps")
-    screenshot(here, "suggested-edited-painted")
-    assert prompt_in(here.save("download", tmp_path)) == "three dogs on the beach"
+    here.expect_caption("1 step,")
+    assert prompt_in(here.save("download", tmp_path)) == WISH, "an undone rewrite is not repeated"
 
 
-def test_a_suggestion_can_be_taken_back(visit: Visitor) -> None:
+def test_a_prompt_is_rewritten_without_painting_and_edited(visit: Visitor) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.write("prompt", WISH)
     here.press("suggest")
-    expect(here.field("suggestion")).to_have_value(MEANT)
-    here.press("accept")
     expect(here.field("prompt")).to_have_value(MEANT)
-    expect(here.part("accept")).to_be_hidden()  # it disappears after the text arrives, which moves everything below
+    expect(here.gallery()).to_have_count(0)
     here.press("revert")
     expect(here.field("prompt")).to_have_value(WISH)
+    expect(here.part("revert")).to_be_hidden()
 
 
 def test_auto_shows_the_prompt_that_was_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:

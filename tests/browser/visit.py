@@ -24,7 +24,6 @@ const look = () => {
         picture: picture ? picture.currentSrc || picture.src : '',
         caption: (document.querySelector('#caption') || {}).textContent || '',
         gallery: document.querySelectorAll('#gallery .thumbnail-item img, #gallery .grid-wrap img').length,
-        isBeingSuggested: document.querySelector('#suggestion textarea:disabled') !== null,
         stop: [...document.querySelectorAll('#stop')].some(button => button.offsetParent !== null),
     };
     const last = window.seen[window.seen.length - 1];
@@ -77,6 +76,7 @@ class Visit:
 
         Text that is typed while Gradio still mounts the field may be lost, so the input is repeated then.
         """
+        self.reveal(name)
         field, text = self.field(name), str(text)
         for _ in range(3):
             field.fill(text[:-TYPED])
@@ -87,6 +87,7 @@ class Visit:
 
     def choose(self, name: str, choice: str) -> None:
         """Select the radio button whose label begins with this text."""
+        self.reveal(name)
         label = re.compile(rf"^\s*{re.escape(choice)}", re.IGNORECASE)
         self.part(name).locator("label:has(input)").filter(has_text=label).locator("input").check()
 
@@ -104,17 +105,21 @@ class Visit:
         field.blur()
 
     def press(self, name: str) -> None:
+        self.reveal(name)
         self.part(name).click()
 
-    def open_advanced(self) -> None:
-        """Open the Advanced section if it is closed."""
-        if not self.field("steps").is_visible():
-            self.part("advanced").get_by_role("button").first.click()
-        expect(self.field("steps")).to_be_visible()
+    def reveal(self, name: str) -> None:
+        """Show the group of settings with ``name`` if another one is shown."""
+        self.page.evaluate(
+            """name => {
+                const group = document.getElementById(name)?.closest('.group');
+                if (group && !group.offsetParent) document.querySelector(`#groups input[value=${group.id}]`).click();
+            }""",
+            name,
+        )
 
     def set_advanced(self, **fields: str | float) -> None:
-        """Fill in fields of the Advanced section; underscores stand for the dashes of their names."""
-        self.open_advanced()
+        """Fill in settings; underscores stand for the dashes of their names."""
         for name, value in fields.items():
             self.write(name.replace("_", "-"), value)
 
@@ -164,7 +169,7 @@ class Visit:
     def recorded_states(self) -> list[dict[str, Any]]:
         """Return the recorded states of the page in order.
 
-        Each has the image, the caption, the gallery size, and whether a suggestion was read-only and Stop visible.
+        Each has the image, the caption, the gallery size, and whether Stop was visible.
         """
         shown: list[dict[str, Any]] = self.page.evaluate("window.seen")
         return shown

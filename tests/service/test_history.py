@@ -40,6 +40,13 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
     assert search("red", until_s=1e9 + 10) == ["a RED fox"]
     assert search(since_s=1e9 + 20) == ["ein grüner FUCHS"]
     assert search(model="other") == []
+    [entry] = history.page("key-1", PageSelection(9), EntryFilter(("fuchs",)))[0]  # type: ignore[index]
+    assert history.set_favorite("key-2", entry.id, is_favorite=True) is None, "of another key"
+    assert search(favorite=True) == []
+    assert history.set_favorite("key-1", entry.id, is_favorite=True).favorite == 1  # type: ignore[union-attr]
+    assert search(favorite=True) == ["ein grüner FUCHS"]
+    assert search(favorite=False) == ["a red Hase, 100%", "a RED fox"]
+    assert history.set_favorite("key-1", entry.id, is_favorite=False).favorite == 0  # type: ignore[union-attr]
     first = history.page("key-1", PageSelection(2), ALL)
     assert first is not None
     second = history.page("key-1", PageSelection(2, after=first[0][-1].id), ALL)

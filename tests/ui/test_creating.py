@@ -16,7 +16,8 @@ from diffserve.api.errors import EngineUnavailable
 from diffserve.media.images import decode_image
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.gradio_request import Request
-from ui.captions import EARLY, OLDER, STOPPING
+from ui.captions import ASK, EARLY, EVERY, OLDER, STOPPING
+from ui.create.adapters import AdapterHandlers
 from ui.create.handlers import CreateHandlers, settings_of
 from ui.create.view import OF_PICTURE, PARTS, Screen
 from ui.server import Models, Server
@@ -56,7 +57,8 @@ class Page:
 
     async def choose_control(self, file: Path) -> list[Any]:
         """Choose the image of a ControlNet and return its field's content and the caption."""
-        return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
+        adapters = AdapterHandlers(self.server, self.visitors, None)  # type: ignore[arg-type]
+        return await adapters.read_control(str(file), Request())  # type: ignore[arg-type]
 
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop(keeps_unfinished=True)
@@ -66,6 +68,30 @@ class Page:
         selection = gr.SelectData(None, {"index": index, "value": None})
         news = zip(PARTS, await self._events.look_closer(selection, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
+
+    def apply(self, updates: Sequence[Any]) -> None:
+        """Apply the updates of an event."""
+        self.shown |= {name: value for name, value in zip(PARTS, updates, strict=True) if value != gr.skip()}
+
+    async def press(self, name: str) -> None:
+        """Press Favorite or Delete below the image on display."""
+        handler = {"favorite": self._events.favorite, "delete": self._events.delete}[name]
+        self.apply(await handler({"path": self.shown["picture"]}, Request()))  # type: ignore[arg-type]
+
+    async def cancel(self, number: object) -> str:
+        """Press a button of the queue and return what is left of it."""
+        return await self._events.cancel(gr.EventData(None, {"number": number}), Request())  # type: ignore[arg-type]
+
+    async def validate(self, **fields: Any) -> dict[str, str]:
+        """Return the message at each invalid field, as Generate shows it."""
+        values = FORM | fields
+        results = await self._events.validate(*(values.get(name, "") for name in NAMES), Request())
+        messages = zip(NAMES, results, strict=True)
+        return {name: result["message"] for name, result in messages if not result["is_valid"]}
+
+    async def reuse(self) -> list[Any]:
+        """Press Reuse settings and return the fields and the caption."""
+        return await self._events.reuse_settings(self.shown["parameters"], Request())  # type: ignore[arg-type]
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
         """Apply the next update of ``request``."""
@@ -115,7 +141,8 @@ def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
         assert message in page.caption
         another = page.ask(steps=LONG, seed="4")
         await page.look(another)
-        await page.until(painting, lambda: "1 more queued" in page.caption)
+        requests = page.visitors.of(Request.session_hash).paintings
+        await page.until(painting, lambda: "1 more queued" in page.caption and all(each.slowest for each in requests))
         assert message not in page.caption
         page.stop()
         await page.finish(painting)
@@ -254,7 +281,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
     tell(server, story)
 
 
-def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer) -> None:
+def test_several_images_are_shown_together_and_the_buttons_refer_to_the_selected_one(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         await page.finish(page.ask(count=3))
         together = page.shown["batch"]
@@ -262,11 +289,94 @@ def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer)
         assert [caption for _, caption in together["value"]] == ["seed 3", "seed 4", "seed 5"]
         assert "3 images" in page.caption
         assert "seeds 3 to 5" in page.caption
-        assert not any(page.shown[name]["interactive"] for name in BUTTONS)
+        assert "Seed: 3" in page.shown["parameters"], "the first one is selected"
+        assert all(page.shown[name]["interactive"] for name in BUTTONS)
         await page.choose(1)
-        assert not page.shown["batch"]["visible"]
+        assert page.shown["batch"]["visible"]
         assert "Seed: 4" in page.shown["parameters"]
+        assert page.shown["download"]["value"] == page.shown["picture"]
+        await page.press("delete")
+        assert page.shown["delete"]["value"] == ASK
+        await page.press("delete")
+        assert [caption for _, caption in page.shown["batch"]["value"]] == ["seed 3", "seed 5"]
+        assert "Seed: 3" in page.shown["parameters"]
         await page.finish(page.ask())
         assert not page.shown["batch"]["visible"]
+
+    tell(server, story)
+
+
+def test_a_favorite_is_marked_in_the_history_and_a_deleted_image_leaves_it(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        await page.finish(page.ask(prompt="a crown of glass"))
+        client, visitor = page.server.client, page.visitors.of(Request.session_hash)
+
+        async def stored() -> list[bool]:
+            return [entry.favorite for entry in (await client.history(q="a crown of glass")).data]
+
+        before = await stored()
+        await page.press("favorite")
+        assert page.shown["favorite"]["value"] == "Remove favorite"
+        assert await stored() == [True, *before[1:]]
+        await page.press("favorite")
+        assert await stored() == before
+        await page.press("delete")
+        await page.press("delete")
+        assert await stored() == before[1:]
+        assert (visitor.pictures, page.shown["picture"]) == ([], None)
+        await page.press("delete")
+        assert "no longer exists" in page.caption
+
+    tell(server, story)
+
+
+def test_waiting_requests_are_listed_and_cancelled_alone_or_together(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        first = page.ask(steps=LONG)
+        await page.until(first, lambda: "step " in page.caption)
+        for prompt in ("<i>an owl", "a dog", "a cat"):
+            await page.look(page.ask(prompt=prompt, steps=LONG, seed="9"))
+        await page.until(first, lambda: page.shown.get("queue", "").count("<li>") == 3)
+        assert "&lt;i&gt;an owl" in page.shown["queue"]
+        [number, *_] = re.findall(r'data-cancel="([1-9]\d*)"', page.shown["queue"])
+        for odd in (None, "1", 10**9, [1]):
+            assert (await page.cancel(odd)).count("<li>") == 3
+        assert "an owl" not in await page.cancel(int(number))
+        assert await page.cancel(EVERY) == ""
+        assert len(page.visitors.of(Request.session_hash).paintings) == 1
+        page.stop()
+        await page.finish(first)
+
+    tell(server, story)
+
+
+def test_an_invalid_value_is_an_error_at_its_field(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        assert await page.validate() == {}
+        assert await page.validate(steps=None, guidance=2.5) == {}
+        for field, value, message in (
+            ("prompt", " ", "prompt is empty"),
+            ("steps", 0, "0"),
+            ("steps", 2.5, "2.5"),
+            ("guidance", 31, "from 0 to 30"),
+            ("eta", 1.5, "from 0 to 1"),
+            ("size", "big", "big"),
+            ("seed", "x", "whole number"),
+            ("loras", "nope:1", "nope"),
+        ):
+            messages = await page.validate(**{field: value})
+            assert list(messages) == [field]
+            assert message in messages[field]
+
+    tell(server, story)
+
+
+def test_settings_of_an_image_are_reused(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        await page.finish(page.ask(prompt="a crown", guidance=2.5, seed="5"))
+        *values, caption = await page.reuse()
+        form = dict(zip(NAMES, values, strict=False))
+        assert (form["prompt"], form["guidance"], form["seed"]) == ("a crown", 2.5, "5")
+        assert "Settings loaded" in caption
 
     tell(server, story)

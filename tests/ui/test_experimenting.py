@@ -35,7 +35,8 @@ def here(server: RunningServer) -> Iterator[Server]:
 def form(**fields: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
-        "guidance": None, "reference_steps": 6, "model": None, "request": Request(),
+        "guidance": None, "reference_steps": 6, "model": None, "axis": "", "axis_values": "",
+        "request": Request(),
     }  # fmt: skip
     return values | fields
 

@@ -11,7 +11,7 @@ from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.plan import Cell, PlannedImage
 from diffserve.experiments.prompts import draw_pictures, read_wishes
 from diffserve.experiments.records import Distance, FinishedImage, StoredImage
-from ui.create.layout import EXAMPLES
+from ui.create.examples import EXAMPLES
 from ui.experiment.layout import DEFAULT_PROMPTS
 
 FOX = "a fox next to a cactus on the beach"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import pytest
 
 from diffserve.client import HistoryEntry
 from tests.ui.gradio_request import Request
+from ui.captions import ASK
 from ui.fields import MAX_FIELD_CHARS
-from ui.history import ASK, HistoryHandlers, Looking
+from ui.history import HistoryHandlers
+from ui.history_view import Looking, zip_of
 from ui.server import Server
 from ui.visitors import Visitors
 
@@ -33,37 +39,67 @@ def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message(
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         history, request = HistoryHandlers(server, visitors), Request()
         here: Any = request
-        for index in (0, -1, 10**9, "x", None, [0]):
-            selection = gr.SelectData(None, {"index": index, "value": None})
-            assert (await history.choose(selection, here))[3] == gr.update(visible=False)
-        assert (await history.delete(here))[4] == gr.update(value="Delete")
+        for data in ({"ids": ["x", None, 3]}, {"ids": "x"}, {}, None):
+            assert (await history.choose(gr.EventData(None, data), here))[1] == gr.update(visible=False)
+        assert (await history.delete(here))[-1] == gr.update(value="Delete")
         assert all(value == gr.skip() for value in await history.restore(here))
         assert "no longer exists" in (await history.edit(here))[3]
+        assert "no longer exists" in (await history.compare(here))[1]
+        with pytest.raises(gr.Error, match="no longer exists"):
+            await history.download(here)
         assert visitors.of(request.session_hash).start is None
         for words, message in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
-            assert message in (await history.search(words, here))[0]
+            assert message in (await history.search(words, False, "Any time", here))[2]
         await server.close()
 
     asyncio.run(story())
 
 
-def test_a_selection_survives_a_repeated_search(tmp_path: Any) -> None:
-    before, same, other = Looking("fox"), Looking("fox"), Looking("owl")
-    before.found, before.selected, before.is_asking = [(entry(), tmp_path)], 0, True
+def test_a_selection_survives_a_repeated_search(tmp_path: Path) -> None:
+    before, same, other = Looking("fox", {}), Looking("fox", {}), Looking("owl", {})
+    before.found = [(entry(), tmp_path)]
+    before.choose(["h"])
+    before.is_asking = True
     for looking in (same, other):
         looking.found = [(entry(id="newer"), tmp_path), (entry(), tmp_path)]
         looking.keep_choice(before)
-    assert (same.selected, same.is_asking, other.selected) == (1, True, None)
-    gone = Looking("fox")
+    assert ([each.id for each, _ in same.selected], same.is_asking, other.selected) == (["h"], True, [])
+    gone = Looking("fox", {})
     gone.keep_choice(before)
-    assert (gone.selected, gone.is_asking) == (None, False)
+    assert (gone.selected, gone.is_asking) == ([], False)
 
 
-def test_stored_texts_are_escaped_and_deletion_is_confirmed(tmp_path: Any) -> None:
-    looking = Looking("fox")
-    assert "No image has all" in looking.draw()[0]
-    looking.found, looking.selected, looking.is_asking = [(entry(), tmp_path)], 0, True
-    status, *_, delete = looking.draw()
+def test_stored_texts_are_escaped_and_deletion_is_confirmed(tmp_path: Path) -> None:
+    looking = Looking("fox", {})
+    assert "No image has all" in looking.draw()[2]
+    looking.found = [(entry(), tmp_path), (entry(id="two", favorite=True), tmp_path)]
+    looking.choose(["h"])
+    looking.is_asking = True
+    grid, _, status, *_, delete = looking.draw()
+    assert "<b>" not in grid + status
     assert "&lt;b&gt;a fox" in status
-    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in status
+    assert '8x8, seed 1, <time datetime="1970-01-01T00:00:00Z">1970-01-01 00:00 UTC</time>' in status
     assert delete == gr.update(value=ASK)
+    assert (grid.count(" checked"), grid.count("★")) == (1, 1)
+
+
+def test_buttons_follow_the_number_of_selected_images(tmp_path: Path) -> None:
+    looking = Looking("", {})
+    looking.found = [(entry(id=name, favorite=name != "c"), tmp_path) for name in "abc"]
+    expected = {"": (False, False), "a": (True, False), "ab": (False, True), "abc": (False, False)}
+    for ids, (is_single, is_pair) in expected.items():
+        looking.choose(list(ids))
+        _, actions, _, restore, edit, favorite, compare, _ = looking.draw_selected()
+        assert actions["visible"] == bool(ids)
+        assert (restore["interactive"], edit["interactive"], compare["interactive"]) == (is_single, is_single, is_pair)
+        assert favorite["value"] == ("Favorite" if "c" in ids else "Remove favorite")
+
+
+def test_several_images_become_one_archive(tmp_path: Path) -> None:
+    files = [tmp_path / "one" / "fox.png", tmp_path / "two" / "fox.png"]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_bytes(bytes([number]))
+    with zipfile.ZipFile(io.BytesIO(zip_of(files))) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    assert contents == {"001-fox.png": b"\0", "002-fox.png": b"\1"}

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 import ui
 from ui.__main__ import main
 from ui.files import PageFiles
-from ui.mounting import MAX_SESSIONS, without_interface_files
+from ui.mounting import MAX_SESSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,53 +141,11 @@ def test_the_page_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
-def test_gradios_imports_for_tables_and_plots_are_lazy() -> None:
-    code = """
-import sys, fastapi, importlib.util, ui.mounting
-ui.mounting.mount_page(fastapi.FastAPI(), "http://127.0.0.1:1")
-from gradio import caching
-loaded = lambda: sorted({name.partition(".")[0] for name in sys.modules} & {"dateutil", "matplotlib", "mcp", "pyarrow"})
-print(loaded(), importlib.util.find_spec("pandas") is not None)
-table = caching.pd.DataFrame({"a": [1]})
-import pandas
-from pandas.io.formats.style import Styler
-print(type(table) is pandas.DataFrame, len(table), "dateutil" in loaded())
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == ["[] True", "True 1 True"], done.stderr
-
-
 def test_an_invalid_address_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--server", "nonsense"]) == 2
     output = capsys.readouterr().err
     assert "'nonsense'" in output
     assert output.count("\n") == 1
-
-
-def test_components_are_imported_without_reading_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check half of Gradio's import time; later requests for a component's source still work."""
-    from gradio import Textbox, component_meta
-
-    def read(*_: object) -> None:
-        raise LookupError("a source was read")
-
-    monkeypatch.setattr(component_meta, "extract_class_source_code", read)
-    with without_interface_files():
-        component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
-        assert inspect.getfile(PageFiles).endswith("files.py")
-    with pytest.raises(LookupError):
-        component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
-
-
-@pytest.mark.slow
-def test_gradio_does_not_import_its_developer_tools() -> None:
-    code = (
-        "import sys; from ui.mounting import create_page; create_page('http://127.0.0.1:1'); "
-        "assert not [name for name in sys.modules if name.startswith(('mcp', 'opentelemetry.sdk', 'pyarrow'))]; "
-        "import mcp, pyarrow"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 @pytest.mark.parametrize("port", ["-1", "0", "65536"])

@@ -146,7 +146,7 @@ def test_an_unreachable_server_is_a_message() -> None:
 def test_the_queue_position_is_shown_until_the_start() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
-        texts = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
+        texts = {None: "Queued", 0: "Queued", 2: "Queued: position 3"}
         for queue_position, text in texts.items():
             painting.queue_position = queue_position
             assert progress_text(painting) == text

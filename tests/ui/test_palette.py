@@ -40,7 +40,7 @@ def test_words_unknown_to_the_model_are_listed() -> None:
 
 def test_unknown_words_are_escaped_and_limited_in_number() -> None:
     warning = warning_of(("<b>", "horse", *map(str, range(9))))
-    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in warning
+    assert "“<b>&lt;b&gt;</b>”, “<b>horse</b>”" in warning
     assert warning.count("<b>") == 6
     assert "and 5 more" in warning
     assert warning_of(()) == ""

@@ -13,10 +13,10 @@ from diffserve.api.fields import MAX_SEED
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.models.controlnets import Control
 from tests.ui.capabilities import MODEL
-from ui.create.layout import Fields
 from ui.create.parameters import (
     ASPECTS,
     FORM_FIELDS,
+    NUMBERS,
     REWRITE_MODES,
     Form,
     check_lengths,
@@ -29,6 +29,7 @@ from ui.create.parameters import (
     sampler_of,
     size_of,
 )
+from ui.create.settings import Fields
 from ui.fields import read_seed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_qualities_and_samplers_have_descriptive_labels() -> None:
     one_step = msgspec.structs.replace(MODEL, quality_steps={"draft": 1, "standard": 4})
     assert quality_labels(MODEL)[1] == ("Standard, 25 steps", "standard")
     assert quality_labels(one_step)[0] == ("Draft, 1 step", "draft")
-    default = ("Default of the model (DPM++ 2M)", "")
+    default = ("Default (DPM++ 2M)", "")
     assert sampler_labels(MODEL) == [default, ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m")]
 
 
@@ -286,7 +287,11 @@ def test_a_selected_model_is_requested_by_name() -> None:
 def test_the_form_and_the_page_have_the_same_field_order() -> None:
     assert Form.__struct_fields__ == Fields._fields
     values = [f"{number}" for number in range(len(FORM_FIELDS))]
-    assert [*Form.of(values).values] == values
+    assert [*Form.of(values).texts.values()] == values
+    assert Form.of(values).values == tuple(
+        int(value) if name in NUMBERS else value for name, value in zip(FORM_FIELDS, values, strict=True)
+    )
+    assert Form.of([2.0, *values[1:]]).prompt == "2"
     assert Form(prompt="a fox").values[:2] == ("a fox", "")
 
 

@@ -1,4 +1,4 @@
-"""The status below a suggested prompt while it is edited."""
+"""A rewrite replaces the prompt at its end and can be undone."""
 
 from __future__ import annotations
 
@@ -10,63 +10,32 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import Rewrites, RewrittenPrompt
 from tests.ui.gradio_request import Request
-from ui.captions import status
-from ui.create.rewriting import Rewriting, accept, choose, compare, difference_html
+from ui.create.rewriting import Rewriting, Rewritten, choose, difference_html, shown
+from ui.visitors import Visitors
 
 WISH = "a <small> fox"
-SAID = status("The prompt is already good.")
-
-
-@pytest.mark.parametrize("suggestion", [None, "", SAID, difference_html(WISH, "a cat")])
-def test_an_edit_shows_what_changed(suggestion: str | None) -> None:
-    shown, accept = compare(WISH, "a <small> red fox", suggestion)
-    assert "<ins>red </ins>" in shown
-    assert accept["visible"]
-
-
-@pytest.mark.parametrize("suggestion", [None, "", difference_html(WISH, "a <small> red fox")])
-def test_a_reverted_edit_leaves_no_marks(suggestion: str | None) -> None:
-    shown, accept = compare(WISH, WISH, suggestion)
-    assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
-
-
-def test_a_warning_about_a_wish_that_is_a_good_prompt_stays() -> None:
-    shown, _ = compare(WISH, WISH, SAID)
-    assert shown == gr.skip()
-
-
-def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
-    shown, accept = compare(WISH, " ", difference_html(WISH, "a cat"))
-    assert (shown, accept["visible"]) == ("", False)
 
 
 def test_the_rewriter_choice_describes_how_a_suggestion_is_used() -> None:
     panel, note = choose("Suggest")
     assert panel["visible"]
-    assert "uses the prompt above" in note
+    assert "shows the changes, then paints" in note
     assert choose("Off")[1] == ""
 
 
 TOO_LONG = "x" * (MAX_PROMPT_CHARS + 1)
 
 
-def test_a_text_that_is_too_long_is_neither_compared_nor_accepted() -> None:
-    for event in (lambda: compare(WISH, TOO_LONG, ""), lambda: accept(TOO_LONG, WISH), lambda: accept(WISH, TOO_LONG)):
-        with pytest.raises(InvalidRequest, match="32001 characters; at most 32000"):
-            event()
-
-
 def test_a_too_long_wish_is_refused_and_not_stored() -> None:
     async def suggest() -> list[tuple[Any, ...]]:
-        events = Rewriting(None, None)  # type: ignore[arg-type]
+        events = Rewriting(None, Visitors(), None)  # type: ignore[arg-type]
         return [shown async for shown in events.suggest(TOO_LONG, Request())]  # type: ignore[arg-type]
 
-    [(suggestion, message, _, _, wish)] = asyncio.run(suggest())
-    assert (suggestion, wish) == ("", gr.skip())
+    [(prompt, message, undo)] = asyncio.run(suggest())
+    assert (prompt, undo["visible"]) == (gr.skip(), False)
     assert "32001 characters" in message
 
 
@@ -87,18 +56,30 @@ class Refusing:
         yield events()
 
 
-@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
-def test_without_a_suggestion_nothing_can_be_accepted(wish: str, message: str) -> None:
-    async def last() -> tuple[object, ...]:
-        events = Rewriting(Refusing(), None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe a picture first"), (WISH, "The rewriter declined.")])
+def test_without_a_suggestion_the_prompt_stays(wish: str, message: str) -> None:
+    async def last() -> tuple[Any, ...]:
+        events = Rewriting(Refusing(), Visitors(), None)  # type: ignore[arg-type]
         return [moment async for moment in events.suggest(wish, Request())][-1]  # type: ignore[arg-type]
 
-    _, text, can_accept, can_revert, _ = asyncio.run(last())
+    prompt, text, undo = asyncio.run(last())
     assert message in str(text)
-    assert can_accept == can_revert == gr.update(visible=False)
+    assert (prompt, undo["visible"]) == (gr.skip(), False)
 
 
-def test_an_accepted_suggestion_cannot_be_accepted_again() -> None:
-    prompt, can_accept, can_revert = accept("a cat", WISH)
-    assert (prompt, can_accept["visible"], can_revert["visible"]) == ("a cat", False, True)
-    assert accept("a cat", "a cat")[0] == "a cat"
+def test_a_rewrite_changes_the_prompt_at_its_end_and_is_not_repeated() -> None:
+    async def run() -> None:
+        visitors = Visitors()
+        visitor = visitors.of(Request.session_hash)
+        begun = shown(visitor, WISH, Rewritten(WISH, "a <ins>red", is_done=False))
+        assert "prompt" not in begun, "the visitor may still type"
+        done = shown(visitor, WISH, Rewritten("a red fox", difference_html(WISH, "a red fox"), is_done=True))
+        assert (done["prompt"], done["undo"]["visible"]) == ("a red fox", True)
+        assert "<ins>red </ins>" in done["difference"]
+        assert visitor.is_settled("a red fox")
+        prompt, _, undo = await Rewriting(None, visitors, None).undo(Request())  # type: ignore[arg-type]
+        assert (prompt, undo["visible"]) == (WISH, False)
+        assert visitor.is_settled(WISH), "Generate paints it as it is"
+        assert not visitor.is_settled("a dog")
+
+    asyncio.run(run())

@@ -15,13 +15,25 @@ from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.infotext import parse_infotext
 from ui import captions
-from ui.create.layout import CreateTab, Fields
+from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture
-from ui.create.parameters import FORM_FIELDS, CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.create.parameters import (
+    FIELD_OF,
+    FORM_FIELDS,
+    CheckedForm,
+    Form,
+    check_lengths,
+    doubts,
+    form_of,
+    infotext_of,
+    order_of,
+)
+from ui.create.rewriting import rewritten
+from ui.create.rewriting import shown as shown_rewrite
+from ui.create.settings import Fields
 from ui.create.start import start_of, still_shown
-from ui.create.view import Screen, Update, follow, resume, shown
-from ui.events import PRIVATE, SILENT, called_with
-from ui.files import MAX_NAME_CHARS, PageFiles
+from ui.create.view import Screen, Update, follow, remaining, resume, shown
+from ui.events import PRIVATE, SILENT, called_with, event_value
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -30,6 +42,9 @@ CALLED: Final = {"num_images": "count"}
 
 A_LITTLE: Final = "0.15"
 """Default variation strength."""
+
+GONE: Final = "This image no longer exists; generate it again."
+REWRITING: Final = "Rewriting the prompt"
 
 A_FEW: Final = 4
 """Number of variations that are generated at a time, if the model allows as many."""
@@ -46,26 +61,28 @@ class CreateHandlers:
     def connect(self) -> None:
         """Bind all events; call it inside the page's context."""
         tab = self._tab
-        fields, showing = tab.fields, tab.showing
+        fields, showing, settings = tab.fields, tab.showing, tab.settings
         gr.on(
             [showing.generate.click, fields.prompt.submit],
             self.generate,
-            inputs=[*fields.all, tab.start.marks],
+            inputs=[*fields.all, settings.start.marks],
             js="(...values) => diffserve.withMarks(values)",
             outputs=list(showing),
             api_name="generate",
             show_progress="hidden",
             trigger_mode="multiple",
             concurrency_limit=None,
+            validator=self.validate,
         )
         showing.stop.click(self.stop, **PRIVATE)
+        showing.queue.click(self.cancel, None, showing.queue, **PRIVATE)
         showing.gallery.select(self.look_back, outputs=list(showing), **PRIVATE)
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
-        varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength")), tab.advanced]
-        showing.reuse_seed.click(self.reuse_seed, showing.parameters, varied, **PRIVATE)
+        varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
+        showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(
             self.vary,
-            inputs=[showing.parameters, tab.start.marks],
+            inputs=[showing.parameters, settings.start.marks],
             js="(...values) => diffserve.withMarks(values)",
             outputs=list(showing),
             api_visibility="private",
@@ -73,7 +90,10 @@ class CreateHandlers:
             trigger_mode="multiple",
             concurrency_limit=None,
         )
-        tab.random_seed.click(fn=None, js="() => ['', '', '']", outputs=varied[:3], api_visibility="private")
+        shown: dict[str, Any] = {"inputs": showing.picture, "outputs": list(showing), "preprocess": False, **PRIVATE}
+        showing.favorite.click(self.favorite, js="(shown) => [shown]", **shown)
+        showing.delete.click(self.delete, js="(shown) => [shown]", **shown)
+        settings.random_seed.click(fn=None, js="() => ['', '', null]", outputs=varied, api_visibility="private")
         gr.on(
             [showing.generate.click, fields.prompt.submit],
             js="(prompt) => diffserve.remember(prompt)",
@@ -84,22 +104,18 @@ class CreateHandlers:
         showing.copy_parameters.click(
             fn=None, js="(text) => { diffserveCopy(text); return []; }", inputs=showing.parameters
         )
-        tab.read_parameters.upload(
+        loaded = [*fields.all, showing.caption]
+        read = settings.read_parameters.upload(
             self.read_parameters,
-            tab.read_parameters,
-            [*fields.all, tab.advanced, showing.caption],
+            settings.read_parameters,
+            loaded,
             api_name="read_parameters",
             show_progress="hidden",
             concurrency_limit=None,
-        ).then(self.look_at_start, None, tab.start.outputs, **PRIVATE)
-        tab.read_control.upload(
-            self.read_control,
-            tab.read_control,
-            [fields.control_picture, showing.caption],
-            api_name="read_control",
-            show_progress="hidden",
-            concurrency_limit=None,
         )
+        reused = showing.reuse_settings.click(self.reuse_settings, showing.parameters, loaded, **PRIVATE)
+        for event in (read, reused):
+            event.then(self.look_at_start, None, settings.start.outputs, **PRIVATE)
 
     @called_with(*(CALLED.get(name, name) for name in FORM_FIELDS), "marks")
     async def generate(self, *arguments: Any) -> AsyncIterator[list[Update]]:
@@ -132,6 +148,12 @@ class CreateHandlers:
             trouble = visitor.trouble = sentence(error)
             yield screen.draw(caption=captions.status(trouble, is_error=True))
             return
+        if form.rewrite_mode == "Suggest" and not visitor.is_settled(form.prompt or ""):
+            prompt = wish = form.prompt or ""
+            async for state in rewritten(self._server, wish):
+                prompt = state.prompt if state.is_done else wish
+                yield screen.draw(caption=captions.status(REWRITING), **shown_rewrite(visitor, wish, state))
+            request_form = msgspec.structs.replace(request_form, prompt=prompt)
         async for update in follow(visitor, visitor.paint(self._server, request_form, start), screen):
             yield update
 
@@ -144,18 +166,89 @@ class CreateHandlers:
         """Stop all requests of this visitor, and keep the unfinished images."""
         self._visitors.of(request.session_hash).stop(keeps_unfinished=True)
 
+    @called_with(*(CALLED.get(name, name) for name in FORM_FIELDS), "marks")
+    async def validate(self, *arguments: Any) -> list[Any]:
+        """Return gradio's validation of each input of ``generate``: an error at the field that is invalid.
+
+        Scripts get the error of ``generate``, because gradio's client does not show these messages.
+        """
+        *values, marks, request = arguments
+        results = [gr.validate(True, "")] * (len(values) + 1)
+        if request.headers.get("x-gradio-user") == "api":
+            return results
+        try:
+            form = Form.of(values)
+            check_lengths(form)
+            image = (await self._server.models()).image_of(form.model)
+            visitor = self._visitors.of(request.session_hash)
+            order_of(form, image, start_of(marks, form.strength, visitor.start), b"" if visitor.control else None)
+        except InvalidRequest as error:
+            field = FIELD_OF.get(error.param or "", error.param)
+            if field in FORM_FIELDS:
+                results[FORM_FIELDS.index(field)] = gr.validate(False, sentence(error))
+        except DiffserveError:
+            return results  # reported by ``generate``, which waits for the models
+        return results
+
+    async def cancel(self, event: gr.EventData, request: gr.Request) -> str:
+        """Cancel a waiting request, or all of them, and return the rest of the queue."""
+        visitor = self._visitors.of(request.session_hash)
+        number = event_value(event, "number")
+        for painting in visitor.paintings[1:]:
+            if number in (painting.number, captions.EVERY):
+                painting.stop()
+                await painting.wait()
+        return captions.queue_list(visitor.paintings[1:])
+
     async def look_back(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show an image of the gallery."""
-        return _alone(self._visitors.of(request.session_hash).pictures, selection.index)
+        return _shown_at(self._visitors.of(request.session_hash).pictures, selection.index)
 
     async def look_closer(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
-        """Show one image of a request alone."""
-        return _alone(self._visitors.of(request.session_hash).batch, selection.index)
+        """Select one of several images of a request."""
+        return _shown_at(self._visitors.of(request.session_hash).batch, selection.index, is_together=True)
+
+    async def favorite(self, picture: Any, request: gr.Request) -> list[Update]:
+        """Mark the shown image as a favorite, or unmark it."""
+        visitor = self._visitors.of(request.session_hash)
+        chosen = visitor.picture_at(picture)
+        if chosen is None or not chosen.history_id:
+            return Screen().draw(caption=captions.status(GONE, is_error=True))
+        ask_for_visitor(request)
+        try:
+            await self._server.client.set_favorite(chosen.history_id, not chosen.is_favorite)
+        except DiffserveError as error:
+            return Screen().draw(caption=captions.status(sentence(error), is_error=True))
+        changed = msgspec.structs.replace(chosen, is_favorite=not chosen.is_favorite)
+        visitor.replace(chosen, changed)
+        return Screen().draw(favorite=shown(changed)["favorite"])
+
+    async def delete(self, picture: Any, request: gr.Request) -> list[Update]:
+        """Delete the shown image, also from the history; the first press asks for confirmation."""
+        visitor = self._visitors.of(request.session_hash)
+        chosen = visitor.picture_at(picture)
+        if chosen is None:
+            return Screen().draw(caption=captions.status(GONE, is_error=True))
+        if visitor.asked != chosen.path:
+            visitor.asked = chosen.path
+            return Screen().draw(delete=gr.update(value=captions.ASK))
+        ask_for_visitor(request)
+        try:
+            if chosen.history_id:
+                await self._server.client.forget(chosen.history_id)
+        except DiffserveError as error:
+            return Screen().draw(caption=captions.status(sentence(error), is_error=True))
+        visitor.replace(chosen, None)
+        await asyncio.to_thread(self._server.files.discard, chosen.path)
+        return Screen().draw(**remaining(visitor))
 
     def reuse_seed(self, parameters: str) -> list[Update]:
         """Return updates with the seeds and variation strength of the image; none if it has no parameters."""
         seeds = _seeds(parameters)
-        return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
+        if seeds is None:
+            return [gr.skip()] * 4
+        *texts, strength = seeds
+        return [*texts, float(strength) if strength else None, gr.update(value="basics")]
 
     async def vary(self, parameters: str, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
         """Generate variations of the image with ``parameters``, and leave the form unchanged.
@@ -183,35 +276,27 @@ class CreateHandlers:
             models = await self._server.models()
             form, notes = await decoded(request, lambda decoder: _read_once(Path(file), models, decoder))
         except (DiffserveError, OSError) as error:
-            caption = captions.status(sentence(error), is_error=True)
-            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), caption]
+            return self._not_loaded(error)
+        return self._loaded(form, notes, request)
+
+    async def reuse_settings(self, parameters: str, request: gr.Request) -> list[Update]:
+        """Fill the form with the parameters of the shown image."""
+        try:
+            form, notes = settings_of(parameters, await self._server.models())
+        except DiffserveError as error:
+            return self._not_loaded(error)
+        return self._loaded(form, notes, request)
+
+    def _loaded(self, form: Form, notes: Sequence[str], request: gr.Request) -> list[Update]:
         self._visitors.of(request.session_hash).begin_as(form)
-        caption = captions.status("Settings loaded from the image; press Generate.", notes=notes)
-        return [*form.values, gr.update(open=True), caption]
+        return [*form.values, captions.status(captions.LOADED, notes=notes)]
+
+    def _not_loaded(self, error: DiffserveError | OSError) -> list[Update]:
+        return [*[gr.skip()] * len(FORM_FIELDS), captions.status(sentence(error), is_error=True)]
 
     async def look_at_start(self, request: gr.Request) -> list[Update]:
         """Hide the image to edit if the loaded settings do not use one."""
         return still_shown(self._visitors.of(request.session_hash).start)
-
-    async def read_control(self, file: str | None, request: gr.Request) -> list[Update]:
-        """Store the image in ``file`` as this visitor's control image, and delete the upload."""
-        try:
-            if not file:
-                raise InvalidRequest("No image was uploaded; choose one.", param="image")
-            files = self._server.files
-            stored, description = await decoded(request, lambda decoder: _keep_control(Path(file), files, decoder))
-        except (DiffserveError, OSError) as error:
-            return [gr.skip(), captions.status(sentence(error), is_error=True)]
-        self._visitors.of(request.session_hash).control = stored
-        return [description, gr.skip()]
-
-
-def _keep_control(file: Path, files: PageFiles, reader: ImageReader) -> tuple[Path, str]:
-    """Store an uploaded control image and return its path and description."""
-    data = file.read_bytes()
-    file.unlink(missing_ok=True)
-    picture = reader.decode_image(data)
-    return files.write(data, file.name), f"{file.name[:MAX_NAME_CHARS]}, {picture.width_px}x{picture.height_px}"
 
 
 def _read_if_present(file: Path | None) -> bytes | None:
@@ -224,11 +309,11 @@ def _read_if_present(file: Path | None) -> bytes | None:
 
 def _agree(fields: Fields) -> None:
     """Keep choices and exact values consistent: choosing Quality or Aspect empties Steps or Size, and vice versa."""
-    for choice, number in ((fields.quality, fields.steps), (fields.aspect, fields.size)):
-        choice.input(js="() => ''", outputs=number, **SILENT)
-        number.input(
-            js=f"(text, chosen) => text.trim() ? null : chosen ?? {choice.value!r}",
-            inputs=[number, choice],
+    for choice, exact, nothing in ((fields.quality, fields.steps, "null"), (fields.aspect, fields.size, "''")):
+        choice.input(js=f"() => {nothing}", outputs=exact, **SILENT)
+        exact.input(
+            js=f"(value, chosen) => String(value ?? '').trim() ? null : chosen ?? {choice.value!r}",
+            inputs=[exact, choice],
             outputs=choice,
             **SILENT,
         )
@@ -243,12 +328,20 @@ def _seeds(parameters: str) -> tuple[str, str, str] | None:
     return form.seed or "", form.typed.get("variation_seed") or "", form.typed.get("variation_strength") or ""
 
 
-def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
-    """Return updates that show the image with the number ``index``; none if there is no such image."""
+def _shown_at(pictures: Sequence[FinishedPicture], index: object, *, is_together: bool = False) -> list[Update]:
+    """Return updates that show the image with the number ``index``; none if there is no such image.
+
+    Args:
+        pictures: The images.
+        index: The number, from the browser.
+        is_together: Whether the other images stay visible next to it.
+    """
     if not isinstance(index, int) or not 0 <= index < len(pictures):
         return Screen().draw()
-    picture = pictures[index]
-    return Screen().draw(**shown(picture), caption=captions.picture_caption(picture))
+    values = shown(pictures[index]) | {"caption": captions.picture_caption(pictures[index])}
+    if is_together:
+        del values["batch"]
+    return Screen().draw(**values)
 
 
 def _read_once(file: Path, models: Models, reader: ImageReader) -> tuple[Form, tuple[str, ...]]:

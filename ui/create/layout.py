@@ -1,75 +1,26 @@
-"""Layout of the Create tab: prompt, image and settings. ``handlers`` has its events."""
+"""Layout of the Create tab: prompt, settings and image. ``handlers`` has its events."""
 
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
-from gradio.components import Component
 
-from diffserve.api.fields import REQUEST_FIELDS
 from ui.captions import READY, status
-from ui.create import palette, start
+from ui.create import examples, palette, settings
 from ui.create.palette import Palette
-from ui.create.parameters import ASPECTS, NOISE_SOURCES, REWRITE_MODES, SPACINGS
-from ui.create.start import StartPanel
-from ui.events import number_field
-from ui.fields import TYPED
-from ui.uploads import upload_button
+from ui.create.parameters import REWRITE_MODES
+from ui.create.settings import Fields, Settings
+from ui.events import SILENT
 
-EXAMPLES: Final = (
-    "a fox next to a cactus on the beach",
-    "two apples on a blue background",
-    "an owl above a castle at night",
-    "a small boat in the ocean",
-    "three penguins in the snow",
-)
-QUALITIES: Final = ("draft", "standard", "fine")
-MAX_IMAGES: Final = 10
 GALLERY_COLUMNS: Final = 6
 
 
-class Fields(NamedTuple):
-    """All input components, as in ``ui.create.parameters.Form``."""
-
-    prompt: gr.Textbox
-    negative_prompt: gr.Textbox
-    quality: gr.Radio
-    aspect: gr.Radio
-    num_images: gr.Slider
-    rewrite_mode: gr.Radio
-    steps: gr.Textbox
-    sampler: gr.Dropdown
-    guidance: gr.Textbox
-    size: gr.Textbox
-    seed: gr.Textbox
-    spacing: gr.Dropdown
-    noise_source: gr.Dropdown
-    loras: gr.Textbox
-    model: gr.Dropdown
-    strength: gr.Textbox
-    control: gr.Dropdown
-    control_scale: gr.Textbox
-    control_steps: gr.Textbox
-    preprocessor: gr.Dropdown
-    control_picture: gr.Textbox
-    typed: dict[str, gr.Textbox]
-
-    @property
-    def all(self) -> list[Component]:
-        """The components in the order of ``ui.create.parameters.FORM_FIELDS``."""
-        return [*self[:-1], *self.typed.values()]
-
-
 class Wording(NamedTuple):
-    """Components of the prompt rewriter."""
+    """Components of the prompt rewriter; those that requests update, too, are in ``CreateOutputs``."""
 
-    suggest: gr.Button
     panel: gr.Column
-    suggestion: gr.Textbox
-    difference: gr.HTML
-    accept: gr.Button
-    revert: gr.Button
+    rewrite: gr.Button
     note: gr.HTML
 
 
@@ -89,120 +40,97 @@ class CreateOutputs(NamedTuple):
     copy_parameters: gr.Button
     download: gr.DownloadButton
     edit: gr.Button
+    reuse_settings: gr.Button
+    favorite: gr.Button
+    delete: gr.Button
+    queue: gr.HTML
+    prompt: gr.Textbox
+    difference: gr.HTML
+    undo: gr.Button
 
 
 class CreateTab(NamedTuple):
     """All components of the tab."""
 
     fields: Fields
+    settings: Settings
     wording: Wording
     showing: CreateOutputs
     palette: Palette
-    start: StartPanel
+    examples: gr.HTML
     token: gr.Textbox
     was_lost: gr.Checkbox
     was_edit: gr.Checkbox
-    random_seed: gr.Button
-    read_parameters: gr.UploadButton
-    advanced: gr.Accordion
-    controlling: gr.Accordion
-    read_control: gr.UploadButton
 
 
 def lay_out() -> CreateTab:
-    """Build the tab in the current context, in three blocks: prompt, image, settings (see ``page.css``)."""
+    """Build the tab in the current context, in three blocks: prompt, settings, image (see ``page.css``)."""
     with gr.Row(elem_id="create"):
         with gr.Column(elem_id="wish"):
             prompt, generate, stop = _wish()
-            palette_panel = palette.lay_out()
-            rewrite_mode, wording = _wording()
-            begin = start.lay_out()
-        with gr.Column(elem_id="show"):
-            showing = _show(generate, stop)
+            palette_panel, rewrite_mode, wording, difference, undo = _wording()
         with gr.Column(elem_id="settings"):
-            model = gr.Dropdown(
-                [("Default", "")],
-                value="",
-                label="Model",
-                allow_custom_value=True,
-                visible=False,
-                elem_id="model",
-            )
-            quality = gr.Radio(
-                [(name.capitalize(), name) for name in QUALITIES], value="standard", label="Quality", elem_id="quality"
-            )
-            aspect = gr.Radio(
-                [(name.capitalize(), name) for name in ASPECTS], value="square", label="Aspect", elem_id="aspect"
-            )
-            count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Images", elem_id="count", buttons=[])
-            advanced, random_seed, advanced_fields = _advanced()
-            controlling, read_control, controls = _controlling()
-            read_parameters = upload_button("Load settings from an image", "read-parameters")
-    selected: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
-    selected["strength"] = begin.strength
-    fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **selected, **advanced_fields, **controls)
+            groups = settings.lay_out()
+        with gr.Column(elem_id="show"):
+            caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
+            queue = gr.HTML(label="Queue", elem_id="queue", js_on_load=_TRIGGER_CANCEL)
+            example_buttons = examples.lay_out()
+            shown = _show()
+    fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **groups.fields)
+    showing = CreateOutputs(
+        caption=caption,
+        queue=queue,
+        prompt=prompt,
+        generate=generate,
+        stop=stop,
+        difference=difference,
+        undo=undo,
+        **shown,
+    )
     token = gr.Textbox(visible=False)
     was_lost, was_edit = gr.Checkbox(visible=False), gr.Checkbox(visible=False)
-    return CreateTab(
-        fields,
-        wording,
-        showing,
-        palette_panel,
-        begin,
-        token,
-        was_lost,
-        was_edit,
-        random_seed,
-        read_parameters,
-        advanced,
-        controlling,
-        read_control,
-    )
+    return CreateTab(fields, groups, wording, showing, palette_panel, example_buttons, token, was_lost, was_edit)
+
+
+_TRIGGER_CANCEL: Final = """element.addEventListener('click', (event) => {
+    const button = event.target.closest('[data-cancel]');
+    if (button) trigger('click', { number: Number(button.dataset.cancel) });
+});"""
+"""Reports which request of the queue is cancelled."""
 
 
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
-    prompt = gr.Textbox(
-        label="Prompt",
-        placeholder="Describe an image...",
-        lines=1,
-        max_lines=8,
-        autofocus=True,
-        elem_id="prompt",
-    )
-    with gr.Row(elem_id="run"):
-        generate = gr.Button("Generate", variant="primary", elem_id="generate")
-        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden")
-    with gr.Row(elem_id="examples"):
-        for example in EXAMPLES:
-            button = gr.Button(example, size="sm", elem_classes="example")
-            button.click(
-                fn=None, js=f"() => {example!r}", outputs=prompt, api_visibility="private", show_progress="hidden"
-            )
+    with gr.Row(elem_id="ask"):
+        prompt = gr.Textbox(
+            label="Prompt",
+            placeholder="Describe a picture...",
+            lines=1,
+            max_lines=8,
+            autofocus=True,
+            elem_id="prompt",
+        )
+        with gr.Column(elem_id="run", min_width=120):
+            generate = gr.Button("Generate", variant="primary", elem_id="generate")
+            stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden")
     return prompt, generate, stop
 
 
-def _wording() -> tuple[gr.Radio, Wording]:
-    mode = gr.Radio(list(REWRITE_MODES), value="Off", label="Rewrite the prompt", elem_id="rewrite-mode")
-    note = gr.HTML(elem_id="rewrite-note", elem_classes="quiet")
-    with gr.Column(elem_id="rewriting", visible=False) as panel:
-        suggest = gr.Button("Suggest a prompt", size="sm", elem_id="suggest")
-        suggestion = gr.Textbox(
-            label="Suggestion",
-            info="Edit it if needed, then accept it.",
-            lines=2,
-            max_lines=8,
-            placeholder=" ",
-            interactive=True,
-            elem_id="suggestion",
-        )
+def _wording() -> tuple[Palette, gr.Radio, Wording, gr.HTML, gr.Button]:
+    unknown, rewrite_unknown = palette.lay_out_warning()
+    with gr.Row(elem_id="rewriter"):
+        mode = gr.Radio(list(REWRITE_MODES), value="Off", label="Rewrite the prompt", elem_id="rewrite-mode")
+        note = gr.HTML(elem_id="rewrite-note", elem_classes="quiet")
+        with gr.Column(elem_id="rewriting", visible=False, min_width=120) as panel:
+            rewrite = gr.Button("Rewrite now", size="sm", elem_id="suggest")
+        palette_panel = palette.lay_out(unknown, rewrite_unknown)
+    with gr.Row(elem_id="rewritten"):
         difference = gr.HTML(label="Difference", elem_id="difference", elem_classes="difference")
-        with gr.Row():
-            accept = gr.Button("Accept", size="sm", variant="primary", elem_id="accept", visible=False)
-            revert = gr.Button("Revert", size="sm", elem_id="revert", visible=False)
-    return mode, Wording(suggest, panel, suggestion, difference, accept, revert, note)
+        undo = gr.Button("Undo", size="sm", elem_id="revert", visible=False)
+    return palette_panel, mode, Wording(panel, rewrite, note), difference, undo
 
 
-def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
+def _show() -> dict[str, Any]:
+    """Return the components of the image by their names in ``CreateOutputs``."""
     picture = gr.Image(
         label="Image",
         show_label=False,
@@ -213,32 +141,35 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
         elem_id="picture",
         alt_text="The latest image",
     )
+    gr.HTML("<p></p>", elem_id="true-size", js_on_load=None)
     batch = thumbnails("Images of one request", "batch")
-    caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
     painted_from = gr.HTML(label="Prompt used", elem_id="painted-from", elem_classes="quiet")
     with gr.Row(elem_id="actions"):
-        reuse_seed = gr.Button("Reuse seed", size="sm", interactive=False, elem_id="reuse-seed")
-        vary = gr.Button("Make variations", size="sm", interactive=False, elem_id="vary")
-        copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
-        download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
-        edit = gr.Button("Edit image", size="sm", interactive=False, elem_id="edit-this")
+        buttons = {
+            name: gr.Button(label, size="sm", interactive=False, elem_id=elem_id)
+            for name, (label, elem_id) in ACTIONS.items()
+        }
+        full_screen = gr.Button("Full screen", size="sm", elem_id="full-screen")
+        full_screen.click(js="() => diffserve.fullScreen('batch', 'gallery')", **SILENT)
+        download = gr.DownloadButton("Download", size="sm", interactive=False, elem_id="download")
+        delete = gr.Button("Delete", size="sm", variant="stop", interactive=False, elem_id="delete")
     parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
     gallery = thumbnails("Images of this session", "gallery")
-    return CreateOutputs(
-        picture,
-        batch,
-        caption,
-        painted_from,
-        gallery,
-        parameters,
-        generate,
-        stop,
-        reuse_seed,
-        vary,
-        copy_parameters,
-        download,
-        edit,
-    )
+    return {
+        **{"picture": picture, "batch": batch, "painted_from": painted_from, "gallery": gallery},
+        **{"parameters": parameters, "download": download, "delete": delete, **buttons},
+    }
+
+
+ACTIONS: Final = {
+    "vary": ("Vary", "vary"),
+    "edit": ("Edit", "edit-this"),
+    "reuse_settings": ("Reuse settings", "reuse-settings"),
+    "reuse_seed": ("Reuse seed", "reuse-seed"),
+    "favorite": ("Favorite", "favorite"),
+    "copy_parameters": ("Copy parameters", "copy-parameters"),
+}
+"""Label and element ID of the buttons under an image, without Download and Delete."""
 
 
 def thumbnails(label: str, elem_id: str) -> gr.Gallery:
@@ -248,7 +179,7 @@ def thumbnails(label: str, elem_id: str) -> gr.Gallery:
         show_label=False,
         columns=GALLERY_COLUMNS,
         fit_columns=False,
-        object_fit="cover",
+        object_fit="contain",
         allow_preview=False,
         interactive=False,
         buttons=[],
@@ -256,80 +187,3 @@ def thumbnails(label: str, elem_id: str) -> gr.Gallery:
         elem_id=elem_id,
         format="png",
     )
-
-
-def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
-    """Return the Advanced panel, the button next to the seed, and the fields by their names in ``Fields``."""
-    with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
-        negative = gr.Textbox("", label="Negative prompt", info="What to avoid.", elem_id="negative-prompt")
-        with gr.Row():
-            steps = number_field("Steps", "set by quality", "steps", info="Number of denoising steps.")
-            guidance = number_field("Guidance", "default", "guidance", info="How closely to follow the prompt.")
-        sampler = gr.Dropdown(
-            [("Default", "")],
-            value="",
-            label="Sampler",
-            info="A sigma schedule may follow, such as DPM++ 2M Karras.",
-            allow_custom_value=True,
-            elem_id="sampler",
-        )
-        spacing = gr.Dropdown(
-            [("Default", ""), *((f"{words} ({name})", name) for name, words in SPACINGS.items())],
-            value="",
-            label="Step spacing",
-            info="How the timesteps are distributed.",
-            elem_id="spacing",
-        )
-        noise_source = gr.Dropdown(
-            [("Default", ""), *NOISE_SOURCES.items()],
-            value="",
-            label="RNG source",
-            info="Random number generator of the noise.",
-            elem_id="noise-source",
-        )
-        with gr.Row():
-            size = number_field("Size", "set by aspect", "size", info="In pixels, 512x512.")
-            loras = number_field("Adapters", "none", "loras", info="LoRA names with weights: ink:0.8, paper.")
-        typed: dict[str, gr.Textbox] = {}
-        names = tuple(TYPED)
-        for at in range(0, len(names), 2):
-            with gr.Row():
-                typed |= {name: _typed(name) for name in names[at : at + 2]}
-        with gr.Row(elem_id="seeds"):
-            seed = number_field("Seed", "random", "seed")
-            random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
-    return (
-        advanced,
-        random_seed,
-        {
-            **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
-            **{"seed": seed, "spacing": spacing, "noise_source": noise_source, "loras": loras, "typed": typed},
-        },
-    )
-
-
-def _controlling() -> tuple[gr.Accordion, gr.UploadButton, dict[str, Any]]:
-    """Return the ControlNet panel, its upload button, and its fields by their names in ``Fields``."""
-    with gr.Accordion("ControlNet", open=False, visible=False, elem_id="controlling") as panel:
-        name = gr.Dropdown([("None", "")], value="", label="ControlNet", allow_custom_value=True, elem_id="control")
-        picture = gr.Textbox(
-            "", label="Control image", placeholder="none", interactive=False, max_lines=1, elem_id="control-picture"
-        )
-        choose = upload_button("Choose a control image", "read-control")
-        preprocessor = gr.Dropdown(
-            [("None (a control map)", ""), ("Edges (canny)", "canny")],
-            value="",
-            label="Preprocessor",
-            elem_id="preprocessor",
-        )
-        with gr.Row():
-            scale = number_field("Weight", "1", "control-scale", info="0 to 2.")
-            steps = number_field("Active steps", "all", "control-steps", info="Start and end as fractions: 0-0.5.")
-    fields = {"control": name, "control_scale": scale, "control_steps": steps}
-    return panel, choose, {**fields, "preprocessor": preprocessor, "control_picture": picture}
-
-
-def _typed(name: str) -> gr.Textbox:
-    """Return the text field for the entry ``name`` of ``TYPED``."""
-    field = REQUEST_FIELDS[name]
-    return number_field(field.form, field.default_text, name.replace("_", "-"), info=field.help)

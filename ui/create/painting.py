@@ -80,6 +80,8 @@ class FinishedPicture(msgspec.Struct, frozen=True):
         begun: Text about the stored latents that it started from, empty if it started from noise.
         variation_seed: The seed of its variation noise, None without a variation.
         stopped: "step 5 of 20" if it was stopped there and is not finished.
+        history_id: The ID of its history entry, empty if the server keeps no history.
+        is_favorite: Whether it is marked as a favorite.
     """
 
     path: Path
@@ -94,6 +96,8 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     begun: str = ""
     variation_seed: int | None = None
     stopped: str = ""
+    history_id: str = ""
+    is_favorite: bool = False
 
     @property
     def facts(self) -> str:
@@ -113,6 +117,7 @@ class Painting:
         request: A checked form, or a form that is checked once the capabilities of the models are known.
         is_early: Whether it waits for the models.
         shut_out: Why the server refuses it for now, empty if it does not; it is retried.
+        number: Its number among the requests of the visitor.
         pictures: The finished images in order.
         preview: The file of the newest preview, None before the first.
         error: Why it failed, for the user.
@@ -124,8 +129,10 @@ class Painting:
         request: CheckedForm | Form,
         changed: Callable[[FinishedPicture | None], None],
         start: StartFile | None = None,
+        number: int = 0,
     ) -> None:
         self.request = request
+        self.number = number
         self._start = start
         self.is_early = False
         self.shut_out = ""
@@ -325,6 +332,7 @@ class Painting:
             number=event.image_index,
             begun="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
             variation_seed=event.variation_seed,
+            history_id=event.history_id or "",
             stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",
         )
 

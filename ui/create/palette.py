@@ -14,7 +14,7 @@ from diffserve.client import World
 from diffserve.models.loras import read_list, read_tags
 from diffserve.models.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE
 from ui.server import Server
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
@@ -36,10 +36,14 @@ class Palette(NamedTuple):
     things: gr.HTML
 
 
-def lay_out() -> Palette:
-    """Build the panel in the current context, hidden."""
+def lay_out_warning() -> tuple[gr.HTML, gr.Button]:
+    """Build the warning about unknown words and its button in the current context, hidden."""
     unknown = gr.HTML(elem_id="unknown-words", elem_classes="quiet")
-    rewrite = gr.Button("Rewrite with known words", size="sm", visible=False, elem_id="rewrite-unknown")
+    return unknown, gr.Button("Rewrite with known words", size="sm", visible=False, elem_id="rewrite-unknown")
+
+
+def lay_out(unknown: gr.HTML, rewrite: gr.Button) -> Palette:
+    """Build the panel in the current context, hidden; the arguments are those of ``lay_out_warning``."""
     with gr.Accordion("Vocabulary", open=False, visible=False, elem_id="palette") as panel:
         things = gr.HTML(elem_id="palette-things")
     return Palette(unknown, rewrite, panel, things)
@@ -72,7 +76,6 @@ def connect(
         trigger_mode="always_last",
         **PRIVATE,
     )
-    palette.rewrite.click(js="() => 'Suggest'", outputs=rewrite_mode, **SILENT)
 
 
 def shown(world: World | None) -> tuple[Update, Update]:
@@ -101,11 +104,11 @@ def warning_of(words: Sequence[str]) -> str:
     """Return the warning about unknown ``words`` as HTML; empty if there are none."""
     if not words:
         return ""
-    word_labels = [f"<b>{html.escape(word[:40])}</b>" for word in words[:MOST_NAMED]]
+    word_labels = [f"“<b>{html.escape(word[:40])}</b>”" for word in words[:MOST_NAMED]]
     num_hidden = len(words) - MOST_NAMED
     word_labels += [f"{num_hidden} more"] if num_hidden > 0 else []
     listed = f"{', '.join(word_labels[:-1])} and {word_labels[-1]}" if len(word_labels) > 1 else word_labels[0]
-    return f'<p role="status">This model does not know {listed} and ignores it.</p>'
+    return f'<p role="status">It will ignore {listed}; try Rewrite.</p>'
 
 
 def _rows(world: World) -> Iterator[str]:

@@ -81,17 +81,53 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, values: Sequence[Any]) -> Form:
         """Create a form from values in the order of ``FORM_FIELDS``."""
         by_name = dict(zip(FORM_FIELDS, values, strict=True))
+        by_name = {name: value if name == "num_images" else _text_of(value) for name, value in by_name.items()}
         typed = {name: by_name.pop(name) for name in TYPED}
         return cls(**by_name, typed=typed)
 
     @property
+    def texts(self) -> dict[str, Any]:
+        """The fields by name, in the order of ``FORM_FIELDS``; numbers are texts, except that of images."""
+        return {name: self.typed.get(name) if name in TYPED else getattr(self, name) for name in FORM_FIELDS}
+
+    @property
     def values(self) -> tuple[Any, ...]:
-        """Values of all fields, in the order of ``FORM_FIELDS``."""
-        return tuple(self.typed.get(name) if name in TYPED else getattr(self, name) for name in FORM_FIELDS)
+        """Values for the page's components, in the order of ``FORM_FIELDS``."""
+        return tuple(_number_of(text) if name in NUMBERS else text for name, text in self.texts.items())
+
+
+def _text_of(value: Any) -> Any:
+    """Return the text of a number from a number field; other values are returned unchanged."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+def _number_of(text: str | None) -> int | float | None:
+    """Return the number for a number field, None for a text that is none."""
+    try:
+        number = float((text or "").replace(",", "."))
+    except ValueError:
+        return None
+    return None if not math.isfinite(number) else int(number) if number.is_integer() else number
 
 
 FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "typed"), *TYPED)
 """Names of all fields, in the order of the page's inputs and outputs."""
+
+NUMBERS: Final = frozenset(
+    {"steps", "guidance", "strength", "control_scale"}
+    | {name for name in TYPED if REQUEST_FIELDS[name].type in (int, float)} - {"variation_seed"}
+)
+"""Fields that are number fields of the page. Seeds are not: browsers round large numbers."""
+
+FIELD_OF: Final = {
+    "num_inference_steps": "steps",
+    "guidance_scale": "guidance",
+    "n": "num_images",
+    "controlnets": "control",
+}
+"""Fields of the form by the names in error messages, where they differ."""
 
 
 class StartFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +161,7 @@ def check_lengths(form: Form) -> None:
     """Check that the fields of ``form`` are texts and not too long. Raises InvalidRequest."""
     check_text(form.prompt, "prompt", MAX_PROMPT_CHARS)
     check_text(form.negative_prompt, "negative prompt", MAX_PROMPT_CHARS)
-    for name, value in zip(FORM_FIELDS, form.values, strict=True):
+    for name, value in form.texts.items():
         if name not in ("prompt", "negative_prompt", "num_images"):
             check_text(value, name.replace("_", " "), MAX_FIELD_CHARS)
 
@@ -146,7 +182,7 @@ def order_of(
     """
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
-        raise InvalidRequest("The prompt is empty; describe an image.", param="prompt", code="empty_prompt")
+        raise InvalidRequest("The prompt is empty; describe a picture.", param="prompt", code="empty_prompt")
     size = (form.size or "").strip() or "auto"
     width, height = parse_size(size) or size_of(form.aspect or "square", image)
     is_its_own = start is not None and size == "auto"
@@ -242,7 +278,7 @@ def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
     """Return (label, value) of every sampler; the empty value means the model's default."""
     default = image.sampler(image.default_sampler)
     label = default.label if default is not None else image.default_sampler
-    return [(f"Default of the model ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
+    return [(f"Default ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
 
 
 def infotext_of(data: bytes, reader: ImageReader = images) -> str:

@@ -33,7 +33,7 @@ MAX_START_BYTES: Final = 4_000_000
 
 JPEG_QUALITY: Final = 95
 MASK: Final = "data:image/png;base64,"
-MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove image."
+MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove picture."
 EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="The image to edit"></div>
 <div role="group" aria-label="Mask" class="marking">
 <button type="button" data-mark="brush" aria-pressed="true">Brush</button>
@@ -53,10 +53,10 @@ Update = Any  # a value of a component, or what gr.update gives
 class StartPanel(NamedTuple):
     """Components of the panel; ``marks`` is ``PageMarks`` in JSON, set by the browser with each request."""
 
-    panel: gr.Accordion
+    groups: gr.Radio
     choose: gr.UploadButton
     editor: gr.HTML
-    strength: gr.Textbox
+    strength: gr.Number
     remove: gr.Button
     note: gr.HTML
     marks: gr.Textbox
@@ -64,7 +64,7 @@ class StartPanel(NamedTuple):
     @property
     def outputs(self) -> list[Any]:
         """The components that ``shown`` updates."""
-        return [self.panel, self.editor, self.remove, self.note]
+        return [self.groups, self.editor, self.remove, self.note]
 
 
 class PageMarks(msgspec.Struct, frozen=True):
@@ -74,22 +74,23 @@ class PageMarks(msgspec.Struct, frozen=True):
     mask: str = ""
 
 
-def lay_out() -> StartPanel:
-    """Build the panel in the current context, closed."""
-    with gr.Accordion("Edit an image", open=False, elem_id="start") as panel:
-        choose = upload_button("Choose an image", "start-choose")
-        editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
-        info = "How much of the image changes, 0 to 1."
-        strength = number_field("Strength", "0.75, or 1 with a mask", "strength", info=info)
-        remove = gr.Button("Remove image", size="sm", visible=False, elem_id="start-remove")
-        note = gr.HTML(elem_id="start-note")
-    return StartPanel(panel, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
+def lay_out(groups: gr.Radio) -> StartPanel:
+    """Build the panel in the current context, which is the group "start" of ``groups``."""
+    choose = upload_button("Choose a picture", "start-choose")
+    editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
+    info = "How much of the picture changes, 0 to 1."
+    strength = number_field(
+        "Strength", "0.75, or 1 with a mask", "strength", info=info, minimum=0, maximum=1, step=0.05
+    )
+    remove = gr.Button("Remove picture", size="sm", visible=False, elem_id="start-remove")
+    note = gr.HTML(elem_id="start-note")
+    return StartPanel(groups, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
 
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
     """Return updates of ``StartPanel.outputs`` that show ``picture``, remove it if None, or show an error."""
     return [
-        gr.update(open=True) if picture or trouble else gr.skip(),
+        gr.update(value="start") if picture or trouble else gr.skip(),
         EDITOR.format(quote(str(picture))) if picture else "" if trouble else NO_IMAGE,
         gr.update(visible=bool(picture or trouble)),
         status(trouble, is_error=True) if trouble else "",
@@ -137,12 +138,11 @@ class Starting:
     async def edit(self, picture: Any, request: gr.Request) -> list[Update]:
         """Use the shown ``picture``, if it belongs to this visitor."""
         visitor = self._visitors.of(request.session_hash)
-        name = picture.get("path") if isinstance(picture, dict) else picture
-        path = next((each.path for each in visitor.pictures if str(each.path) == name and each.path.is_file()), None)
-        if path is None:
+        chosen = visitor.picture_at(picture)
+        if chosen is None:
             return [gr.skip()] * 3 + [status("This image no longer exists; generate it again.", is_error=True)]
-        visitor.start = path
-        return shown(path)
+        visitor.start = chosen.path
+        return shown(chosen.path)
 
     async def remove(self, request: gr.Request) -> list[Update]:
         """Remove the image to edit."""

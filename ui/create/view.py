@@ -10,7 +10,7 @@ from typing import Any, Final
 import gradio as gr
 
 from ui import captions
-from ui.create.layout import CreateOutputs
+from ui.create.layout import ACTIONS, CreateOutputs
 from ui.create.painting import FinishedPicture, Painting
 from ui.events import shown_if
 from ui.visitors import Visitor
@@ -20,9 +20,7 @@ LOOK_EVERY_S: Final = 1.0
 """Longest time between updates; sending one reveals that a page is closed."""
 
 PARTS: Final = CreateOutputs._fields
-OF_PICTURE: Final = frozenset(
-    {"picture", "batch", "painted_from", "parameters", "reuse_seed", "vary", "copy_parameters", "download", "edit"}
-)
+OF_PICTURE: Final = frozenset({"picture", "batch", "painted_from", "parameters", "download", "delete", *ACTIONS})
 """Components that describe the image on display."""
 
 OF_RUNNING: Final = frozenset({"generate", "stop"})
@@ -58,6 +56,9 @@ def shown(picture: FinishedPicture) -> dict[str, Update]:
         "painted_from": captions.painted_from(picture),
         "parameters": picture.infotext,
         "download": gr.update(value=str(picture.path), interactive=True),
+        "favorite": gr.update(
+            value="Remove favorite" if picture.is_favorite else "Favorite", interactive=bool(picture.history_id)
+        ),
     }
 
 
@@ -69,23 +70,19 @@ def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict
         "batch": gr.update(visible=False),
         "painted_from": "",
         "parameters": "",
-        "reuse_seed": off,
-        "vary": off,
-        "copy_parameters": off,
+        **dict.fromkeys(ACTIONS, off),
         "download": off,
-        "edit": off,
+        "delete": gr.update(value="Delete", interactive=is_finished),
     }
 
 
 def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dict[str, Update]:
-    """Return the values that show all ``pictures`` of one request together; a single one is shown alone."""
+    """Return the values that show all ``pictures`` of one request with the first selected; a single one alone."""
+    visitor.batch = list(pictures)
     if len(pictures) == 1:
         return shown(pictures[0])
-    visitor.batch = list(pictures)
-    together = gr.update(value=[(str(picture.path), picture.label) for picture in pictures], visible=True)
-    words = {captions.painted_from(picture) for picture in pictures}
-    prompt_note = words.pop() if len(words) == 1 else ""
-    return shown_unfinished(pictures[-1].path) | {"batch": together, "painted_from": prompt_note}
+    files = [(str(picture.path), picture.label) for picture in pictures]
+    return shown(pictures[0]) | {"batch": gr.update(value=files, visible=True, selected_index=0)}
 
 
 async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:
@@ -121,6 +118,7 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     parts = {
         "caption": captions.caption_of(painting, len(paintings) - 1, visitor.trouble),
         "gallery": _gallery(visitor),
+        "queue": captions.queue_list(paintings[1:]),
         **_buttons(is_busy=True),
     }
     if painting.preview is not None:
@@ -135,6 +133,7 @@ def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     parts = {
         "caption": captions.caption_of(painting, trouble=visitor.trouble, shows_older=shows_older),
         "gallery": _gallery(visitor),
+        "queue": captions.queue_list(visitor.paintings[1:]),
         **_buttons(visitor.is_busy),
     }
     if painting.pictures:
@@ -142,6 +141,17 @@ def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     elif painting.preview is not None:
         parts |= shown(visitor.pictures[0]) if visitor.pictures else shown_unfinished(None)
     return parts
+
+
+def remaining(visitor: Visitor) -> dict[str, Update]:
+    """Return the values after an image was deleted: the rest of its request, or else the newest image."""
+    if visitor.batch:
+        values = shown_together(visitor, visitor.batch)
+        return values | {"gallery": _gallery(visitor), "caption": captions.picture_caption(visitor.batch[0])}
+    if visitor.pictures:
+        newest = visitor.pictures[0]
+        return shown(newest) | {"gallery": _gallery(visitor), "caption": captions.picture_caption(newest)}
+    return shown_unfinished(None) | {"gallery": _gallery(visitor), "caption": captions.status(captions.READY)}
 
 
 def _latest(visitor: Visitor) -> dict[str, Update]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import gradio as gr
 
@@ -13,6 +14,7 @@ from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidReque
 from diffserve.client import ExperimentFields, ImageCapabilities
 from diffserve.experiments.measure import PromptCheck
 from ui.captions import EARLY, seconds_text, status
+from ui.events import event_value
 from ui.experiment.view import Shown, View, work_text
 from ui.server import Server, sentence
 from ui.visitors import ask_for_visitor
@@ -31,6 +33,7 @@ FORM_WORDS: Final = {
     "first_seed": "first seed",
     "reference_steps": "reference steps",
     "num_steps": "number of steps",
+    "axes": "further axis",
 }
 """Form labels of the field names in messages."""
 
@@ -47,6 +50,8 @@ class ExperimentForm(NamedTuple):
         guidance: A number or text with numbers; empty uses the model's default.
         reference_steps: DDIM steps of the images that all others are compared with.
         model: Name of the model; empty uses the server's default.
+        axis: Name of another request field whose values are compared; empty: none.
+        axis_values: Its values, separated by commas, also as ranges.
     """
 
     samplers: Sequence[str]
@@ -57,6 +62,8 @@ class ExperimentForm(NamedTuple):
     guidance: str | float | None = None
     reference_steps: float | None = 200
     model: str | None = None
+    axis: str | None = None
+    axis_values: str | None = None
 
 
 def read_form(form: ExperimentForm) -> ExperimentFields:
@@ -86,6 +93,11 @@ def read_form(form: ExperimentForm) -> ExperimentFields:
     guidance = "" if form.guidance is None else str(form.guidance).strip()
     if guidance:
         fields["guidance"] = guidance
+    axis, values = (form.axis or "").strip(), (form.axis_values or "").strip()
+    if axis and not values:
+        raise InvalidRequest(f"the further axis {axis} has no values; write at least one.", param="axes")
+    if axis:
+        fields["axes"] = {axis: values}
     if form.model:
         fields["model"] = form.model
     return fields
@@ -123,10 +135,14 @@ class ExperimentHandlers:
         guidance: str | None,
         reference_steps: float | None,
         model: str | None,
+        axis: str | None,
+        axis_values: str | None,
         request: gr.Request,
     ) -> str:
         """Return the size and duration of the experiment as HTML, or why it is invalid."""
-        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model)
+        form = ExperimentForm(
+            samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
+        )
         ask_for_visitor(request)
         try:
             fields = read_form(form)
@@ -152,10 +168,14 @@ class ExperimentHandlers:
         guidance: str | None,
         reference_steps: float | None,
         model: str | None,
+        axis: str | None,
+        axis_values: str | None,
         request: gr.Request,
     ) -> AsyncIterator[Shown]:
         """Start the experiment and stream the grid, then curves and files."""
-        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model)
+        form = ExperimentForm(
+            samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
+        )
         ask_for_visitor(request)
         try:
             if not await self._server.client.is_ready():
@@ -201,6 +221,14 @@ class ExperimentHandlers:
             yield view.failure(error)
         finally:
             await asyncio.to_thread(files.keep, view.folder)
+
+    async def compare(self, event: gr.EventData) -> Any:
+        """Show the two checked images of the grid below a slider; nothing unless there are two."""
+        chosen = event_value(event, "files")
+        files = [Path(name) for name in chosen if isinstance(name, str)] if isinstance(chosen, list) else []
+        if len(files) != 2 or not all(self._server.files.contains(file) for file in files):
+            return gr.update(visible=False)
+        return gr.update(value=tuple(map(str, files)), visible=True)
 
     async def stop(self, current: str | None, request: gr.Request) -> None:
         """Cancel the experiment of this page; its finished cells are kept."""

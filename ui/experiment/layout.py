@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.api.errors import DiffserveError
+from diffserve.api.fields import REQUEST_FIELDS
+from diffserve.experiments.axes import MAIN_AXES, NOT_AXES
 from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
@@ -33,6 +35,24 @@ UNKNOWN_YET: Final = "Estimating the duration."
 ASK_AGAIN_S: Final = 2.0
 """How often the estimate is retried while the models load."""
 
+AXES: Final = {
+    name: field.form or field.label
+    for name, field in REQUEST_FIELDS.items()
+    if (field.form or field.label) and name not in (*NOT_AXES, *MAIN_AXES)
+}
+"""Labels of the request fields that can be a further axis; LoRA strengths are "lora:NAME"."""
+
+REPORT_COMPARED: Final = """const chosen = new Set();
+element.addEventListener('change', ({ target }) => {
+    if (!target.dataset.file) return;
+    if (target.checked) chosen.add(target.dataset.file); else chosen.delete(target.dataset.file);
+    trigger('select', { files: [...chosen] });
+});
+watch('value', () => {
+    for (const box of element.querySelectorAll('[data-file]')) box.checked = chosen.has(box.dataset.file);
+});"""
+"""Reports the two images to compare; the grid is drawn again while it grows."""
+
 NOTHING_YET: Final = "Images appear here as they are generated, then curves of quality over steps and over seconds."
 
 
@@ -47,6 +67,8 @@ class ExperimentFields(NamedTuple):
     guidance: gr.Textbox
     reference_steps: gr.Number
     model: gr.Dropdown
+    axis: gr.Dropdown
+    axis_values: gr.Textbox
 
 
 class ExperimentOutputs(NamedTuple):
@@ -74,8 +96,8 @@ def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible="hidden")
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
-            outputs = _outputs(run, stop)
-    _connect(server, page, tab, fields, held_out, estimate, outputs)
+            outputs, slider = _outputs(run, stop)
+    _connect(server, page, tab, fields, held_out, estimate, outputs, slider)
 
 
 def _fields() -> tuple[ExperimentFields, gr.Button]:
@@ -121,12 +143,31 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
     model = gr.Dropdown(
         [("Default", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
     )
-    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model), held_out
+    with gr.Row():
+        axis = gr.Dropdown(
+            [("None", ""), *((label, name) for name, label in AXES.items())],
+            value="",
+            label="Further axis",
+            info="More rows for a setting.",
+            allow_custom_value=True,
+            min_width=120,
+            elem_id="exp-axis",
+        )
+        axis_values = gr.Textbox(
+            "", label="Values", info="Such as 0, 0.5, 1.", max_lines=1, min_width=120, elem_id="exp-axis-values"
+        )
+    fields = ExperimentFields(
+        samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
+    )
+    return fields, held_out
 
 
-def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
+def _outputs(run: gr.Button, stop: gr.Button) -> tuple[ExperimentOutputs, gr.ImageSlider]:
     note = _html("exp-status", "Status", STATUS_STYLES, status(NOTHING_YET))
-    grid = _html("exp-grid", "Grid", GRID_STYLES)
+    grid = _html("exp-grid", "Grid", GRID_STYLES, js_on_load=REPORT_COMPARED)
+    slider = gr.ImageSlider(
+        label="Comparison", show_label=False, interactive=False, visible=False, format="png", elem_id="exp-slider"
+    )
     over_steps = _html("exp-curves-steps", "Curves over steps", CURVES_STYLES)
     over_seconds = _html("exp-curves-seconds", "Curves over seconds", CURVES_STYLES)
     with gr.Row(elem_id="exp-files"):
@@ -136,13 +177,13 @@ def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
             "Download report", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-report"
         )
     current = gr.Textbox(label="Experiment", visible="hidden", elem_id="exp-current")
-    return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, report, run, stop, current)
+    return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, report, run, stop, current), slider
 
 
-def _html(name: str, label: str, styles: Iterable[Path], value: str = "") -> gr.HTML:
+def _html(name: str, label: str, styles: Iterable[Path], value: str = "", js_on_load: str | None = None) -> gr.HTML:
     """Return an HTML component with its own CSS files; the API shows ``label``."""
     css = "".join(file.read_text(encoding="utf-8") for file in styles)
-    return gr.HTML(value, label=label, elem_id=name, css_template=css, apply_default_css=False)
+    return gr.HTML(value, label=label, elem_id=name, css_template=css, apply_default_css=False, js_on_load=js_on_load)
 
 
 def _connect(
@@ -153,12 +194,14 @@ def _connect(
     held_out: gr.Button,
     estimate: gr.HTML,
     outputs: ExperimentOutputs,
+    slider: gr.ImageSlider,
 ) -> None:
     events = ExperimentHandlers(server)
     outputs.run.click(
         events.run, list(fields), list(outputs), api_name="experiment", show_progress="hidden", concurrency_limit=None
     )
     outputs.stop.click(events.stop, outputs.current, **PRIVATE)
+    outputs.grid.select(events.compare, None, slider, **PRIVATE)
     estimated = gr.on(
         [*(field.change for field in fields), tab.select],
         events.estimate,

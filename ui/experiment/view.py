@@ -29,7 +29,7 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
 from diffserve.experiments.series import line_names, line_of, steps_text
 from diffserve.experiments.summary import CellSummary, write_csv
-from ui.captions import seconds_text, status
+from ui.captions import status
 from ui.events import shown_if
 from ui.files import PageFiles
 from ui.server import sentence
@@ -193,8 +193,8 @@ class View:
         share = progress.rows_done / max(1, progress.num_rows)
         if progress.phase in PHASES:
             return status(PHASES[progress.phase], share=share)
-        left = "" if progress.seconds_left is None else f", {seconds_text(progress.seconds_left)} left"
-        return status(f"image {progress.images_done} of {self._experiment.num_images}{left}", share=share)
+        text = f"image {progress.images_done} of {self._experiment.num_images}"
+        return status(text, share=share, seconds_left=progress.seconds_left)
 
     def _end_status(self) -> str:
         experiment = self._experiment
@@ -316,7 +316,8 @@ def _square(summary: CellSummary | None, look: Path | None, sampler: str, plan: 
     name = escape(f"{sampler}, {steps_text(summary.cell.num_steps)}{_guidance_of(summary.cell, plan)}")
     source = escape(address(look))
     image = f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{name}"></a>'
-    return f"<td>{image}<small>{_worth(summary)}</small></td>"
+    box = f'<input type="checkbox" data-file="{escape(str(look))}" aria-label="Compare {name}">'
+    return f"<td>{image}{box}<small>{_worth(summary)}</small></td>"
 
 
 def _worth(summary: CellSummary) -> str:

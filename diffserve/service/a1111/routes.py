@@ -151,11 +151,12 @@ class A1111Routes:
 
     def _loras(self) -> list[dict[str, Any]]:
         """Return the LoRAs in A1111's form: by the last part of their names if it is unique."""
-        names = LoraFolders(self._info().lora_dirs).names()
+        folders = LoraFolders(self._info().lora_dirs)
+        names = folders.names()
         last_parts = [name.rpartition("/")[2] for name in names]
         short = [last if last_parts.count(last) == 1 else name for name, last in zip(names, last_parts, strict=True)]
         return [
-            {"name": name, "alias": full, "path": f"{full}.safetensors", "metadata": {}}
+            {"name": name, "alias": full, "path": f"{full}.safetensors", "metadata": folders.metadata(full)}
             for name, full in zip(short, names, strict=True)
         ]
 

@@ -33,6 +33,7 @@ Since = Annotated[
 Until = Annotated[
     float | None, Query(allow_inf_nan=False, description="Only images before this time, in seconds since 1970.")
 ]
+Favorite = Annotated[bool | None, Query(description="Only favorites, or only others.")]
 
 
 class HistoryRoutes:
@@ -46,6 +47,9 @@ class HistoryRoutes:
         app.delete("/v1/history", summary="Delete the whole history")(self.forget_all)
         app.get(path, summary="Describe an image and the request that repeats it")(self.retrieve)
         app.delete(path, summary="Delete an image from the history")(self.forget)
+        favorite = f"{path}/favorite"
+        app.post(favorite, summary="Mark an image as a favorite")(self.add_favorite)
+        app.delete(favorite, summary="Unmark a favorite")(self.remove_favorite)
         file: dict[str, Any] = {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "The file."}
         download = app.get(
             f"{path}/content", summary="Download an image", responses={200: file}, response_class=Response
@@ -64,6 +68,7 @@ class HistoryRoutes:
         model: Annotated[str, Query(description="Only images of this model.")] = "",
         since: Since = None,
         until: Until = None,
+        favorite: Favorite = None,
         after: After = "",
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Order = "desc",
@@ -73,7 +78,7 @@ class HistoryRoutes:
         if len(words) > MAX_WORDS:
             raise InvalidRequest(f"q has {len(words)} words; at most {MAX_WORDS} are allowed.", param="q")
         owner, selection = self._owners.of(request), PageSelection(limit, after, order)
-        entry_filter = EntryFilter(words, model, since, until)
+        entry_filter = EntryFilter(words, model, since, until, favorite)
         page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
         return list_response(page, entry_object)
 
@@ -101,6 +106,19 @@ class HistoryRoutes:
         await self._history.do(self._history.forget, [entry.file])
         return JSONResponse({"id": entry.id, "object": "history.entry", "deleted": True})
 
+    async def add_favorite(self, request: Request, history_id: str) -> Response:
+        """Mark an entry as a favorite."""
+        return await self._set_favorite(request, history_id, is_favorite=True)
+
+    async def remove_favorite(self, request: Request, history_id: str) -> Response:
+        """Unmark a favorite."""
+        return await self._set_favorite(request, history_id, is_favorite=False)
+
+    async def _set_favorite(self, request: Request, name: str, *, is_favorite: bool) -> Response:
+        rows, owner = self._history.rows, self._owners.of(request)
+        entry = await self._history.do(rows.set_favorite, owner, name, is_favorite=is_favorite)
+        return JSONResponse(entry_object(_found(entry, name)))
+
     async def forget_all(self, request: Request) -> Response:
         """Delete all entries of the request's key."""
         files = await self._history.do(self._history.rows.files, self._owners.of(request))
@@ -108,16 +126,21 @@ class HistoryRoutes:
         return JSONResponse({"object": "history", "deleted": True, "num_deleted": len(files)})
 
     async def _entry_of(self, request: Request, name: str) -> Entry:
-        entry = await self._history.do(self._history.rows.get, self._owners.of(request), name)
-        if entry is None:
-            raise HttpError(404, f"your history has no entry {show(name)}.", code="history_not_found")
-        return entry
+        return _found(await self._history.do(self._history.rows.get, self._owners.of(request), name), name)
+
+
+def _found(entry: Entry | None, name: str) -> Entry:
+    """Return ``entry``. Raises HttpError if it is None."""
+    if entry is None:
+        raise HttpError(404, f"your history has no entry {show(name)}.", code="history_not_found")
+    return entry
 
 
 def entry_object(entry: Entry) -> dict[str, Any]:
     """Return the API's object for ``entry``."""
     path = f"/v1/history/{entry.id}"
     head = {"id": entry.id, "object": "history.entry", "created_at": int(entry.created_s), "model": entry.model}
+    head["favorite"] = bool(entry.favorite)
     return head | entry.recipe | {"content": f"{path}/content", "thumbnail": f"{path}/thumbnail"}
 
 
