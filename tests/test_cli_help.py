@@ -100,8 +100,8 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     assert "tags\t" in styles
     assert "noir\tprompt style from styles.csv\n" in styles
     assert run("list", "wheels").err == (
-        "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, references, embeddings, "
-        "wildcards, styles.\n"
+        "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, references, upscalers, "
+        "embeddings, wildcards, styles.\n"
     )
 
 

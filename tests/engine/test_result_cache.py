@@ -52,6 +52,9 @@ OTHER: dict[str, object] = {
     "image_prompts": ("another",), "template": "{a|b}",
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
     "references": (Reference("plus", 0.5),),
+    "hires_px": (96, 96), "hires_scale": 1.5, "hires_size": "96x96", "hires_strength": 0.5, "hires_steps": 3,
+    "hires_upscaler": "nearest", "hires_sampler": "heun", "hires_schedule": "karras", "hires_prompt": "a",
+    "hires_negative_prompt": "a", "tile_size": 64, "tile_overlap": 8, "outpaint": "0,0,8,0",
 }  # fmt: skip
 """Another value for every field of a request and of its ``DiffusionParams``."""
 

@@ -74,7 +74,7 @@ HIRES_SIZES: Final = (
 
 RESULT_NAMES: Final = {"num_inference_steps": "num_steps"}
 IN_THE_PROMPT: Final = frozenset({"loras"})
-NEEDS_A_PICTURE: Final = frozenset({"controlnets"})
+NEEDS_A_PICTURE: Final = frozenset({"controlnets", "references"})
 
 
 def result_with(**fields: Any) -> ImageResult:
