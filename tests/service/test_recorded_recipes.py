@@ -101,7 +101,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         variation_seed=1, variation_strength=0.5, eta=0.5, guidance_interval=(0.2, 0.8), clip_skip=2, cache_interval=2,
         guidance_rescale=0.5, sigma_schedule="karras", sigma_min=0.03, sigma_max=9.0,
         micro_conditioning=MicroConditioning(original_size=(640, 480)), tile_size=64, tile_overlap=8,
-        outpaint="0,0,64,0",
+        outpaint="0,0,64,0", template="{a|b} fox",
     )  # fmt: skip
     enlarged = msgspec.structs.replace(
         result, hires_scale=2.0, hires_size="640x480", hires_strength=0.5, hires_sampler="ddim", hires_steps=5,
@@ -109,7 +109,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
     written |= parse_infotext(write_infotext(enlarged, width_px=128, height_px=192)).fields
-    unused = {"ControlNet 0", "Sampler hash"}
+    unused = {"ControlNet 0", "Reference 0", "Sampler hash"}
     assert set(written) == set(KEYS.values()) | NOT_REPEATED - unused, "the writer has a new key"
     assert set(KEYS) - {"strength"} <= set(GenerateBody.model_fields)
 
