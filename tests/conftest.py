@@ -54,11 +54,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # nothing is known from an earlier 
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 else:  # a worker imports every test file, and with them these libraries, which would read their own sources for seconds
     from diffserve.runtime.loading.library_imports import one_scan
-    from ui.mounting import without_interface_files
 
     with one_scan():
         import transformers.models  # noqa: F401
-    with suppress(ModuleNotFoundError), without_interface_files():
+    with suppress(ModuleNotFoundError):
         import ui.page  # noqa: F401
     gc.disable()
 
