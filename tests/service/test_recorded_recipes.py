@@ -56,7 +56,7 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
 
 RESULT_NAMES: Final = {"num_inference_steps": "num_steps"}
 IN_THE_PROMPT: Final = frozenset({"loras"})
-NEEDS_A_PICTURE: Final = frozenset({"controlnets"})
+NEEDS_A_PICTURE: Final = frozenset({"controlnets", "references"})
 
 
 def result_with(**fields: Any) -> ImageResult:
@@ -84,7 +84,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         micro_conditioning=MicroConditioning(original_size=(640, 480)),
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
-    unused = {"ControlNet 0", "Sampler hash"}
+    unused = {"ControlNet 0", "Reference 0", "Sampler hash"}
     assert set(written) == set(KEYS.values()) | NOT_REPEATED - unused, "the writer has a new key"
     assert set(KEYS) - {"strength"} <= set(GenerateBody.model_fields)
 
