@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -78,6 +77,7 @@ class ReferenceStore:
         self._kept: LRUCache[str, IPAdapter | LoadedEncoder] = LRUCache(max_bytes, lambda part: part.num_bytes)
         self._tokens: LRUCache[bytes, Tensor] = LRUCache(TOKENS_KEPT)
         self._file_digests: LRUCache[str, str] = LRUCache(MAX_CHECKED)
+        self._reader = pool_of_threads(1, "references")  # on the number of now; tokens round differently on another
 
     def check(self, references: Sequence[Reference]) -> CheckedReferences:
         """Check ``references`` by the headers of their files, and return them with full names.
@@ -150,10 +150,6 @@ class ReferenceStore:
                 continue  # requests for it are rejected
             sizes |= {digest: checkpoint.num_parameters for digest, checkpoint in opened.items()}
         return min(self.model.dtype.itemsize * sum(sizes.values()), self.max_bytes)
-
-    @cached_property
-    def _reader(self) -> ThreadPoolExecutor:
-        return pool_of_threads(1, "references")
 
     def _read(self, reference: Reference, picture: Picture) -> ReadReference:
         """Return the loaded adapter and its tokens of ``picture``."""

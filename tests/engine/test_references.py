@@ -30,6 +30,7 @@ from diffserve.runtime import load_model
 from diffserve.runtime.ip_adapter import IPAdapter
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.text.conditioning import PagedConditioner
+from diffserve.runtime.threads import computing_on
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.controlnets import control_map, save_controlnet
@@ -490,3 +491,14 @@ def test_an_option_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_reference(text)
     assert refused.value.param == "references"
+
+
+def test_tokens_do_not_depend_on_the_threads_of_the_thread_that_asks(make: MakeEngine) -> None:
+    """A client's thread, or one between two calls, may compute on another number of threads."""
+    request = referenced(Reference(PLUS))
+    first, second = make().runners.references, make().runners.references
+    with computing_on(1):
+        [one_thread] = first.begin(request.diffusion.references, request.reference_images).result()
+    [all_threads] = second.begin(request.diffusion.references, request.reference_images).result()
+    assert torch.equal(one_thread.cond, all_threads.cond)
+    assert torch.equal(one_thread.uncond, all_threads.uncond)
