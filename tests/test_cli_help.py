@@ -100,7 +100,7 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     assert "tags\t" in styles
     assert "noir\tprompt style from styles.csv\n" in styles
     assert run("list", "wheels").err == (
-        "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, embeddings, styles.\n"
+        "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, upscalers, embeddings, styles.\n"
     )
 
 
