@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from diffserve.models.upscalers import CompactShape
@@ -176,5 +176,5 @@ def save_upscaler(net: Compact, path: Path) -> Path:
     """Write the weights in 16 bits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().half().contiguous() for name, tensor in net.state_dict().items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    path.write_bytes(save(tensors, metadata={"format": "pt"}))
     return path
