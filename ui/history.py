@@ -92,7 +92,9 @@ class HistoryHandlers:
         becomes = not looking.are_favorites
         try:
             for entry, _ in looking.selected:
-                looking.replace(await self._server.client.set_favorite(entry.id, becomes))
+                client = self._server.client
+                change = client.add_favorite if becomes else client.remove_favorite
+                looking.replace(await change(entry.id))
         except DiffserveError as error:
             return looking.draw(sentence(error))
         return looking.draw()

@@ -323,12 +323,11 @@ class StoredDataMethods(HttpClient):
         """
         return await self._call("GET", resource(HISTORY, entry_id), HistoryEntry)
 
-    async def set_favorite(self, entry_id: str, is_favorite: bool = True) -> HistoryEntry:
-        """Mark an image of the history as a favorite, or unmark it.
+    async def add_favorite(self, entry_id: str) -> HistoryEntry:
+        """Mark an image of the history as a favorite.
 
         Args:
             entry_id: The ID of the entry.
-            is_favorite: Whether it becomes a favorite.
 
         Returns:
             The changed entry.
@@ -336,8 +335,21 @@ class StoredDataMethods(HttpClient):
         Raises:
             InvalidRequest: No history entry has this ID.
         """
-        path = resource(HISTORY, entry_id, "favorite")
-        return await self._call("POST" if is_favorite else "DELETE", path, HistoryEntry)
+        return await self._call("POST", resource(HISTORY, entry_id, "favorite"), HistoryEntry)
+
+    async def remove_favorite(self, entry_id: str) -> HistoryEntry:
+        """Unmark a favorite of the history.
+
+        Args:
+            entry_id: The ID of the entry.
+
+        Returns:
+            The changed entry.
+
+        Raises:
+            InvalidRequest: No history entry has this ID.
+        """
+        return await self._call("DELETE", resource(HISTORY, entry_id, "favorite"), HistoryEntry)
 
     async def history_picture(self, entry_id: str) -> bytes:
         """Download the image file of a history entry.

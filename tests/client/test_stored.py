@@ -51,13 +51,13 @@ def test_a_batch_produces_images_history_and_usage(server: RunningServer) -> Non
                 entry = await async_client.history_entry(page.data[0].id)
                 assert await async_client.history_picture(entry.id) == client.history_picture(entry.id)
                 assert await async_client.history_thumbnail(entry.id) == client.history_thumbnail(entry.id)
-                assert (await async_client.set_favorite(entry.id)).favorite
+                assert (await async_client.add_favorite(entry.id)).favorite
                 assert [each.id for each in (await async_client.history(favorite=True)).data] == [entry.id]
-                assert not (await async_client.set_favorite(entry.id, is_favorite=False)).favorite
+                assert not (await async_client.remove_favorite(entry.id)).favorite
                 assert [await async_client.forget(entry.id), await async_client.forget(entry.id)] == [True, False]
 
                 with pytest.raises(InvalidRequest, match="no entry"):
-                    await async_client.set_favorite(entry.id)
+                    await async_client.add_favorite(entry.id)
 
         asyncio.run(use_history())
         assert client.forget_all() == 3

@@ -54,7 +54,8 @@ def vae() -> AutoencoderKL:
 def reduced(pixels: np.ndarray) -> np.ndarray:
     """Return an image (H, W, C) reduced by ``FACTOR`` by the mean."""
     height, width, channels = pixels.shape
-    return pixels.reshape(height // FACTOR, FACTOR, width // FACTOR, FACTOR, channels).mean((1, 3))
+    cells = pixels.reshape(height // FACTOR, FACTOR, width // FACTOR, FACTOR, channels)
+    return np.asarray(cells.mean((1, 3)))
 
 
 def test_every_large_sprite_is_its_sprite_in_four_times_the_resolution() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,9 +36,8 @@ def squares(plan: SweepPlan, *cells: CellSummary) -> list[list[ElementTree.Eleme
 
 
 def _closed(markup: str) -> str:
-    """Close the image tags, as XML requires."""
-    parts = markup.split("<img ")
-    return parts[0] + "".join(f"<img {part.replace('>', '/>', 1)}" for part in parts[1:])
+    """Close tags without content, as XML requires."""
+    return re.sub(r"<((?:img|input)\s[^>]*)>", r"<\1/>", markup)
 
 
 def test_samplers_are_rows_and_steps_are_columns() -> None:

@@ -216,7 +216,9 @@ class CreateHandlers:
             return Screen().draw(caption=captions.status(GONE, is_error=True))
         ask_for_visitor(request)
         try:
-            await self._server.client.set_favorite(chosen.history_id, not chosen.is_favorite)
+            client = self._server.client
+            change = client.remove_favorite if chosen.is_favorite else client.add_favorite
+            await change(chosen.history_id)
         except DiffserveError as error:
             return Screen().draw(caption=captions.status(sentence(error), is_error=True))
         changed = msgspec.structs.replace(chosen, is_favorite=not chosen.is_favorite)
