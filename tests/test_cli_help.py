@@ -99,9 +99,8 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     styles = run("list", "styles", "--data-dir", "data").out
     assert "tags\t" in styles
     assert "noir\tprompt style from styles.csv\n" in styles
-    assert run("list", "wheels").err == (
-        "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, upscalers, embeddings, styles.\n"
-    )
+    kinds = "samplers, models, loras, controlnets, upscalers, embeddings, styles"
+    assert run("list", "wheels").err == f"diffserve: KIND is 'wheels'; give one of {kinds}.\n"
 
 
 @pytest.mark.slow
