@@ -127,7 +127,7 @@ FAMILIES: Final[Mapping[type[UpscalerShape], str]] = {CompactShape: "compact", R
 
 @dataclass(frozen=True)
 class UpscalerFile:
-    """What the header of an upscaler's file says.
+    """Description of an upscaler file, from its header.
 
     Attributes:
         path: The file.
@@ -199,11 +199,11 @@ def detect(shapes: Shapes) -> tuple[UpscalerShape, dict[str, str]]:
         UnknownUpscalerError: The tensors are of no known architecture.
     """
     names = {_without_wrapper(name, shapes): name for name in shapes}
-    known = {name: shapes[key] for name, key in names.items()}
+    bare_shapes = {name: shapes[key] for name, key in names.items()}
     for matches, read in ((_is_swinir, _read_swinir), (_is_rrdb, _read_rrdb), (_is_compact, _read_compact)):
-        if matches(known):
+        if matches(bare_shapes):
             try:
-                shape, renamed = read(known)
+                shape, renamed = read(bare_shapes)
             except (LookupError, ValueError, ZeroDivisionError):
                 break
             _check(shape)
@@ -229,10 +229,10 @@ def _check(shape: UpscalerShape) -> None:
 
 def _count(pattern: str, names: Shapes) -> int:
     """Return the number of different values of the first group of ``pattern``, which must be 0, 1, 2, ..."""
-    found = {int(match[1]) for name in names if (match := re.match(pattern, name))}
-    if found != set(range(len(found))):
+    numbers = {int(match[1]) for name in names if (match := re.match(pattern, name))}
+    if numbers != set(range(len(numbers))):
         raise ValueError(f"the numbers of {pattern} have gaps")
-    return len(found)
+    return len(numbers)
 
 
 def _exact_root(number: int) -> int:
@@ -407,8 +407,8 @@ class UpscalerFolders:
         folders = [Path(self.path).expanduser(), SHIPPED] if self.path else [SHIPPED]
         for folder in folders:
             files = find_below(folder, lambda path: path.suffix in (SUFFIX, *PICKLE_SUFFIXES))
-            named = {str(Path(name).with_suffix("")): path for name, path in reversed(files.items())}
-            entries |= {name: path for name, path in sorted(named.items()) if name not in entries}
+            paths = {str(Path(name).with_suffix("")): path for name, path in reversed(files.items())}
+            entries |= {name: path for name, path in sorted(paths.items()) if name not in entries}
         return {name: path for name, path in entries.items() if is_valid_name(name) and name not in FILTERS}
 
 

@@ -150,7 +150,7 @@ def attention_reference(x: Tensor, tensors: Tensors, name: str, heads: int, wind
 
     for y in range(height):
         for x_ in range(width):
-            others = [
+            attended = [
                 (b, a)
                 for b in range(height)
                 for a in range(width)
@@ -160,11 +160,11 @@ def attention_reference(x: Tensor, tensors: Tensors, name: str, heads: int, wind
                 part = slice(head * width_each, (head + 1) * width_each)
                 query = qkv[y, x_, :embed][part] / math.sqrt(width_each)
                 scores = []
-                for b, a in others:
+                for b, a in attended:
                     row = (y - b + window - 1) * (2 * window - 1) + x_ - a + window - 1
                     scores.append(query @ qkv[b, a, embed : 2 * embed][part] + table[row, head])
                 weights = torch.stack(scores).softmax(0)
-                values = torch.stack([qkv[b, a, 2 * embed :][part] for b, a in others])
+                values = torch.stack([qkv[b, a, 2 * embed :][part] for b, a in attended])
                 result[y, x_, part] = weights @ values
     return result @ tensors[f"{name}.proj.weight"].T + tensors[f"{name}.proj.bias"]
 
@@ -250,7 +250,7 @@ def old_rrdb_names(shape: RrdbShape, name: str) -> str:
 
 
 def middle_rrdb_names(name: str) -> str:
-    """Return the name of a tensor in the second layout, of BSRGAN among others."""
+    """Return the name of a tensor in the second layout, of BSRGAN among attended."""
     for new, old in (("body.", "RRDB_trunk."), ("conv_body.", "trunk_conv."), ("conv_hr.", "HRconv.")):
         if name.startswith(new):
             return name.replace(new, old, 1).replace(".rdb", ".RDB")
@@ -288,8 +288,8 @@ def test_other_architectures_are_detected(shape: UpscalerShape, tmp_path: Path) 
         further = {"layers.0.residual_group.blocks.0.attn.relative_position_index": torch.zeros(16, 16)}
         further |= {"layers.0.residual_group.blocks.1.attn_mask": torch.zeros(4, 16, 16)}
     save_file(tensors | further, tmp_path / "a.safetensors")
-    found = read_upscaler(tmp_path / "a.safetensors").shape
-    assert found == shape
+    detected = read_upscaler(tmp_path / "a.safetensors").shape
+    assert detected == shape
     x = picture(8, 8)
     network = Upscaler.load(tmp_path / "a.safetensors", CPU).network
     assert torch.allclose(network(x), run(shape, tensors, x), atol=1e-4)
@@ -367,15 +367,15 @@ def test_tiles_give_the_image_of_one_call_if_they_cover_the_receptive_field(
 ) -> None:
     upscaler = Upscaler.load(write_upscaler(tmp_path / "a.safetensors", shape), CPU)
     image = pixels(150, 203)
-    whole = upscaler.tiled(image, 10**9)
+    in_one_piece = upscaler.tiled(image, 10**9)
     parts = upscaler.tiled(image, 60**2)
-    assert (whole.num_tiles, parts.num_tiles > 8) == (1, True)
-    for each in (whole, parts):
+    assert (in_one_piece.num_tiles, parts.num_tiles > 8) == (1, True)
+    for each in (in_one_piece, parts):
         while not each.is_done:
             each.run_next(upscaler.enlarge)
-    assert whole.result().shape == (150 * shape.scale, 203 * shape.scale, 3)
-    assert np.abs(whole._sum - parts._sum).max() < 1e-5
-    difference = np.abs(whole.result().astype(int) - parts.result().astype(int))
+    assert in_one_piece.result().shape == (150 * shape.scale, 203 * shape.scale, 3)
+    assert np.abs(in_one_piece._sum - parts._sum).max() < 1e-5
+    difference = np.abs(in_one_piece.result().astype(int) - parts.result().astype(int))
     assert difference.max() <= 1
 
 
@@ -383,12 +383,12 @@ def test_tiles_give_the_image_of_one_call_if_they_cover_the_receptive_field(
 def test_tiles_of_networks_with_larger_fields_have_no_visible_seams(shape: UpscalerShape, tmp_path: Path) -> None:
     upscaler = Upscaler.load(write_upscaler(tmp_path / "a.safetensors", shape), CPU)
     image = pixels(160, 160)
-    whole, parts = upscaler.tiled(image, 10**9), upscaler.tiled(image, 64**2)
+    in_one_piece, parts = upscaler.tiled(image, 10**9), upscaler.tiled(image, 64**2)
     assert parts.num_tiles >= 9
-    for each in (whole, parts):
+    for each in (in_one_piece, parts):
         while not each.is_done:
             each.run_next(upscaler.enlarge)
-    error = np.abs(whole._sum - parts._sum)
+    error = np.abs(in_one_piece._sum - parts._sum)
     assert error.max() < 0.01
     assert np.sqrt(np.square(error).mean()) < 1e-3
 
@@ -396,12 +396,12 @@ def test_tiles_of_networks_with_larger_fields_have_no_visible_seams(shape: Upsca
 def test_the_margin_matters(tmp_path: Path) -> None:
     upscaler = Upscaler.load(write_upscaler(tmp_path / "a.safetensors"), CPU)
     image = pixels(150, 150)
-    whole = TiledImage(image, TilePlan(1024, 0, 2))
+    in_one_piece = TiledImage(image, TilePlan(1024, 0, 2))
     bare = TiledImage(image, TilePlan(48, 4, 2))  # blended, but without the context that the network needs
-    for each in (whole, bare):
+    for each in (in_one_piece, bare):
         while not each.is_done:
             each.run_next(upscaler.enlarge)
-    assert np.abs(whole._sum - bare._sum).max() > 1e-3
+    assert np.abs(in_one_piece._sum - bare._sum).max() > 1e-3
 
 
 @pytest.mark.parametrize("length", [1, 31, 64, 100, 144, 145, 500, 1023])
@@ -457,6 +457,6 @@ def save_to(folder: Path, tensors: Tensors) -> Path:
 def test_a_gpu_gives_the_image_of_the_cpu(shape: UpscalerShape, tmp_path: Path) -> None:
     file, image = write_upscaler(tmp_path / "a.safetensors", shape), pixels(40, 48)
     expected = Upscaler.load(file, CPU).upscale(image).astype(int)
-    for dtype, most in (("float32", 2), ("float16", 6), ("bfloat16", 24)):
+    for dtype, max_error in (("float32", 2), ("float16", 6), ("bfloat16", 24)):
         result = Upscaler.load(file, choose_device("cuda", dtype)).upscale(image)
-        assert np.abs(expected - result.astype(int)).max() <= most
+        assert np.abs(expected - result.astype(int)).max() <= max_error

@@ -9,11 +9,13 @@ import pytest
 
 from diffserve.api.errors import EngineUnavailable, QueueFull
 from diffserve.api.text_types import TextDelta, TextFinished, TextTimings, TextUsage
-from diffserve.api.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Progress
+from diffserve.api.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Picture, Progress
+from diffserve.api.upscale_types import Upscaled
 from diffserve.service.admission import Backlog, Ticket, work_of
 from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
+from diffserve.store.usage import UsageCounts
 from tests.engine.simulated_scheduler import INFO
 
 
@@ -251,3 +253,15 @@ def test_steps_are_counted_without_a_stream_reader(is_whole: bool, num_read: int
     events = asyncio.run(read())
     assert len(events) == num_read
     assert isinstance(events[-1], Finished)
+
+
+def test_an_upscaled_image_counts_as_an_image() -> None:
+    used: list[tuple[str, UsageCounts]] = []
+    backlog = Backlog("image", 256, 60.0, Metrics(), count=lambda key, counts: used.append((key, counts)))
+    image = Picture(width_px=1, height_px=1, data=bytes(3))
+    with backlog.entered("key/abc", 4.0) as ticket:
+        ticket.count(Upscaled(request_id="ups-1", image=image, upscaler="small", scale=2, device_s=1.0, waited_s=1.0))
+        ticket.advance(0, 1.0)
+        assert backlog.cost_left == 0.0
+    assert {key for key, _ in used} == {"abc"}
+    assert [sum(counts.pictures for _, counts in used), sum(counts.requests for _, counts in used)] == [1, 1]

@@ -202,9 +202,9 @@ def test_webuiapi_upscales_one_image_and_several(upscaling: RunningServer) -> No
     api = webuiapi.WebUIApi(host="127.0.0.1", port=port)
     assert {"None", "Lanczos", "Nearest", "small", EMBEDDED_UPSCALER} == {item["name"] for item in api.get_upscalers()}
     before = Image.fromarray(picture())
-    one = api.extra_single_image(image=before, upscaler_1="small", upscaling_resize=3)
-    assert one.image.size == (384, 192)
-    assert "small to 384x192" in one.info
+    single = api.extra_single_image(image=before, upscaler_1="small", upscaling_resize=3)
+    assert single.image.size == (384, 192)
+    assert "small to 384x192" in single.info
     many = api.extra_batch_images(images=[before, before], upscaler_1="Lanczos", upscaling_resize=2)
     assert [image.size for image in many.images] == [(256, 128)] * 2
     cropped = api.extra_single_image(

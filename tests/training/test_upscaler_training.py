@@ -54,8 +54,8 @@ def vae() -> AutoencoderKL:
 def reduced(pixels: np.ndarray) -> np.ndarray:
     """Return an image (H, W, C) reduced by ``FACTOR`` by the mean."""
     height, width, channels = pixels.shape
-    cells = pixels.reshape(height // FACTOR, FACTOR, width // FACTOR, FACTOR, channels)
-    return np.asarray(cells.mean((1, 3)))
+    blocks = pixels.reshape(height // FACTOR, FACTOR, width // FACTOR, FACTOR, channels)
+    return np.asarray(blocks.mean((1, 3)))
 
 
 def test_every_large_sprite_is_its_sprite_in_four_times_the_resolution() -> None:
@@ -102,8 +102,8 @@ def test_crops_show_the_same_part_in_both_resolutions(vae: AutoencoderKL, monkey
     for small, truth in islice(batches(vae, batch_size=4, seed=2), 3):
         assert small.shape == (4, 3, CROP_PX, CROP_PX)
         assert truth.shape == (4, 3, FACTOR * CROP_PX, FACTOR * CROP_PX)
-        for one, large in zip(small, truth, strict=True):
-            pair = (part.permute(1, 2, 0).numpy() for part in (torch.nn.functional.avg_pool2d(large, FACTOR), one))
+        for crop, large in zip(small, truth, strict=True):
+            pair = (part.permute(1, 2, 0).numpy() for part in (torch.nn.functional.avg_pool2d(large, FACTOR), crop))
             assert psnr_db(*pair, peak=1.0) > 22.0
 
 

@@ -25,11 +25,11 @@ class DenseBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus a fifth of the last convolution; shapes (B, features, h, w) do not change."""
-        known = [x]
+        parts = [x]
         *inner, last = self.children()
         for conv in inner:
-            known.append(F.leaky_relu(conv(torch.cat(known, dim=1)), SLOPE))
-        result: Tensor = x + RESIDUAL_SCALE * last(torch.cat(known, dim=1))
+            parts.append(F.leaky_relu(conv(torch.cat(parts, dim=1)), SLOPE))
+        result: Tensor = x + RESIDUAL_SCALE * last(torch.cat(parts, dim=1))
         return result
 
 

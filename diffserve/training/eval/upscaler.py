@@ -52,7 +52,7 @@ def inputs(vae: AutoencoderKL | None = None) -> dict[str, Callable[[Scene], Pixe
 
 
 def evaluate(file: Path, engine: Engine, count: int = NUM_SCENES) -> dict[str, Any]:
-    """Measure an upscaler on held-out scenes as it is served, as one JSON document.
+    """Measure a served upscaler on held-out scenes; returns one JSON document.
 
     Args:
         file: The upscaler.
@@ -80,7 +80,7 @@ def compare(enlarge_by_network: Enlarge, vae: AutoencoderKL | None = None, count
             name: [psnr_db(image, truth) for image, truth in zip(images, truths, strict=True)]
             for name, images in painted.items()
         }
-        gains = [ours - theirs for ours, theirs in zip(scores["upscaler"], scores["lanczos"], strict=True)]
+        gains = [score - baseline for score, baseline in zip(scores["upscaler"], scores["lanczos"], strict=True)]
         low, high = bootstrap_interval(gains)
         row = {f"{name}_db": round(mean(values), 3) for name, values in scores.items()}
         document["inputs"][kind] = row | {

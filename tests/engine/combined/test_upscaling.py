@@ -52,7 +52,7 @@ def studio(tiny_model: Callable[[str], Path], folder: Path) -> Iterator[Combined
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a tile be so small that an image of 200 px has many."""
+    """Make tiles so small that an image of 200 px is cut into many."""
     monkeypatch.setitem(network_module.OPERATIONS_PER_CALL, DEVICE.partition(":")[0], 0.0)
 
 
