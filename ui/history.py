@@ -38,6 +38,7 @@ class HistoryHandlers:
         self._server = server
         self._visitors = visitors
         self._looking: WeakKeyDictionary[Visitor, Looking] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[Visitor, Looking] = WeakKeyDictionary()
 
     def connect(self, tab: HistoryTab, opened: gr.Tab, create: CreateTab) -> None:
         """Bind all events; ``create`` is the tab that images are loaded into. Call it inside the page's context."""
@@ -68,10 +69,14 @@ class HistoryHandlers:
         filters: HistoryFields = {"since": time.time() - seconds} if seconds else {}
         if favorites:
             filters["favorite"] = True
-        looking = Looking((words or "").strip(), filters)
+        looking, visitor = Looking((words or "").strip(), filters), self._visitors.of(request.session_hash)
+        self._begun[visitor] = looking
         trouble = await self._read_on(looking, request)
+        updates = looking.draw(trouble)
+        if self._begun.get(visitor) is not looking:  # a later search has begun, and may have ended
+            return [gr.skip()] * len(updates)
         looking.keep_choice(self._of(request))
-        self._looking[self._visitors.of(request.session_hash)] = looking
+        self._looking[visitor] = looking
         return looking.draw(trouble)
 
     async def show_more(self, request: gr.Request) -> list[Update]:

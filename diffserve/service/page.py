@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders, URLPath
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Message, Receive, Scope, Send
 
@@ -151,6 +151,9 @@ class PageRoute(BaseRoute):
         if not answer.is_started:
             scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code
             response = reply_to(error).response
+            if answer.validation:  # gradio's script shows it at the fields
+                content = msgspec.json.decode(bytes(response.body)) | {"detail": answer.validation}
+                response = JSONResponse(content, response.status_code)
             response.headers.update(answer.kept_headers)
             await response(scope, receive, send)
 
@@ -183,6 +186,11 @@ class _ErrorFilter:
             return routing_error(self._status, self._scope["method"], self._scope["path"])
         return HttpError(self._status, _reason_in(self._body), code=CODES.get(self._status, "bad_request"))
 
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        """Gradio's validation of the fields of a refused event; empty for other answers."""
+        return _validation_in(self._body) if self._status == 422 else []
+
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
@@ -200,10 +208,21 @@ def _reason_in(body: bytes) -> str:
     text: object = body[:MAX_REASON_BYTES].decode("utf-8", "replace")
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         text = msgspec.json.decode(body, type=_Detail).detail
-    if isinstance(text, list):  # FastAPI's list of missing or wrong fields
+    if validation := _validation_in(body):
+        text = " ".join(str(field.get("message", "")) for field in validation if not field.get("is_valid"))
+    elif isinstance(text, list):  # FastAPI's list of missing or wrong fields
         fields = [field for field in text if isinstance(field, dict)]
         text = "; ".join(f"{'.'.join(map(str, field.get('loc', ())))}: {field.get('msg', '')}" for field in fields)
     return " ".join(str(text).split())[:MAX_REASON_CHARS] or "the request could not be read."
+
+
+def _validation_in(body: bytes) -> list[dict[str, Any]]:
+    """Return the results of a gradio validator in ``body``; empty if there are none."""
+    with suppress(msgspec.MsgspecError):
+        detail = msgspec.json.decode(body, type=_Detail).detail
+        if isinstance(detail, list) and all(isinstance(field, dict) and "is_valid" in field for field in detail):
+            return detail
+    return []
 
 
 class _Detail(msgspec.Struct):
