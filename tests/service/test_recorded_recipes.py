@@ -176,7 +176,7 @@ RECIPES: Final[dict[str, Callable[[random.Random], Any]]] = {
     "hires_scale": lambda dice: dice.choice([1.0, 1.25, 1.5]),
     "hires_strength": lambda dice: round(dice.uniform(0.5, 1.0), 3),
     "hires_steps": lambda dice: dice.randint(3, 5),
-    "hires_upscaler": lambda dice: dice.choice(sorted(UPSCALERS)),
+    "hires_upscaler": lambda dice: dice.choice(FILTERS),
     "hires_sampler": lambda dice: dice.choice(["ddim", "euler_a"]),
     "hires_prompt": lambda dice: dice.choice(["a dog", "a fox: red, sharp"]),
     "hires_negative_prompt": lambda dice: dice.choice(["a dog", "rain, fog"]),
