@@ -173,7 +173,8 @@ def test_a_wrong_value_is_refused_before_anything_is_generated(
 
 def test_the_example_of_the_documentation_runs(server: RunningServer, client: Client) -> None:
     text = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
-    (example,) = [block.partition("```")[0] for block in text.split("```sh\n")[1:] if block.startswith("curl")]
+    examples = [block.partition("```")[0] for block in text.split("```sh\n")[1:] if block.startswith("curl")]
+    (example,) = [block for block in examples if "/v1/experiments" in block]
     words = shlex.split(example)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/experiments"]
     assert words[words.index("-H") + 1] == "Content-Type: application/json"

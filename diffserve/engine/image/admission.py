@@ -590,9 +590,15 @@ def _check_picture(
 
 def _unserved(request: GenerationRequest) -> tuple[str, ...]:
     """Return a warning for each kind of construct in the prompts that A1111 applies and this engine does not."""
-    prompts = dict.fromkeys((request.prompt, *request.image_prompts))
-    sentences = dict.fromkeys(sentence for prompt in prompts for sentence in unserved_constructs(prompt))
-    return (*sentences, *unserved_constructs(request.negative_prompt, is_negative=True))
+    prompts, negatives = [request.prompt, *request.image_prompts], [request.negative_prompt]
+    if request.diffusion.has_hires:
+        prompts.append(request.prompt_of(0, is_second=True))
+        negatives.append(request.negative_of(is_second=True))
+    positive = (sentence for prompt in dict.fromkeys(prompts) for sentence in unserved_constructs(prompt))
+    negative = (
+        sentence for prompt in dict.fromkeys(negatives) for sentence in unserved_constructs(prompt, is_negative=True)
+    )
+    return tuple(dict.fromkeys((*positive, *negative)))
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:
