@@ -66,16 +66,16 @@ def row_cost(info: ModelInfo, width_px: int, height_px: int) -> float:
     return width_px * height_px / (native_width_px * native_height_px)
 
 
-def step_cost(unet_share: float, num_controls: float, *, is_guided: bool, row_cost: float) -> float:
+def step_cost(unet_share: float, num_controls: float, *, num_rows: int, row_cost: float) -> float:
     """Return the work of one row of a step table, in UNet rows of the native size.
 
     Args:
         unet_share: Share of the UNet that runs: 1 for all of it, less for its shallow part; a mean for an estimate.
         num_controls: Number of ControlNets that run with it; a mean for an estimate.
-        is_guided: Whether the unconditional row runs too.
+        num_rows: UNet rows of the step: 1, or 2 with guidance, and more for a prompt of several parts.
         row_cost: Work of a UNet row of the image's size, from ``row_cost``.
     """
-    return (unet_share + WORK_SHARE * num_controls) * (1 + is_guided) * row_cost
+    return (unet_share + WORK_SHARE * num_controls) * num_rows * row_cost
 
 
 def parse_size(text: str) -> tuple[int, int] | None:

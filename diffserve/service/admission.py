@@ -362,7 +362,7 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
     cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
-    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=cost)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=1 + (scale > 1.0), row_cost=cost)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
     return request.num_painted * num_steps * evaluations_per_step * step * row
 

@@ -16,6 +16,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Event, GenerationRequest, ImageFinished, ImageResult, Picture
 from diffserve.engine import Engine
 from diffserve.engine.image.admission import full_rows
+from diffserve.engine.image.task import UNCOND
 from diffserve.runtime.unet.deep_cache import NUM_SKIPS, ShallowPart
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
@@ -242,7 +243,7 @@ def test_a_cancelled_image_leaves_no_features(make_engine: MakeEngine) -> None:
     for _ in range(3):
         engine.tick()
     [task] = engine.scheduler.in_flight
-    assert set(task.loaded_state.features) == {False, True}
+    assert set(task.loaded_state.features) == {(0, 0), (UNCOND, 0)}
     engine.cancel(request_id)
     engine.tick()
     assert task.state is None

@@ -177,7 +177,7 @@ def test_what_was_gathered_for_images_goes_with_them(make_engine: MakeEngine, mo
     counts = []
     for _ in engine.events():
         counts.append(len(stacks))
-        assert {task.state is None for rows in stacks for task, _ in rows} <= {False}
+        assert {row.task.state is None for rows in stacks for row in rows} <= {False}
     assert max(counts) > 0
     assert counts[-1] == 0
 

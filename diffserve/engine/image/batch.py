@@ -5,15 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diffserve.engine.image.state import draw_noise
-from diffserve.engine.image.task import ImageTask, RowLabel
+from diffserve.engine.image.task import UNCOND, ImageTask, RowLabel
 from diffserve.runtime.transfer import send
 from schedulers.update import HISTORY, NUM_COLUMNS, scale_input
+
+
+class BatchRow(NamedTuple):
+    """One evaluation of the UNet in a batch.
+
+    Attributes:
+        image: Index of the image in the batch.
+        part: The text that conditions it: 0 for the prompt, further numbers for the further parts of a prompt, and
+            ``task.UNCOND`` for the unconditional row.
+        view: The part of the latent that it evaluates; 0, the entire latent.
+    """
+
+    image: int
+    part: int
+    view: int = 0
+
+    @property
+    def is_uncond(self) -> bool:
+        """Whether it is an unconditional row."""
+        return self.part == UNCOND
 
 
 @dataclass(frozen=True)
@@ -26,8 +47,9 @@ class ImageBatch:
     rows      (B, K) float32 table rows
     guidance  (B,) float32 guidance scales
     guided    positions of the images that also run an unconditional row
-    owners    (num_rows,) int64, the image that each UNet row belongs to: every image's conditional row, then the
-              unconditional rows of the guided
+    unet_rows the rows that the UNet evaluates: all conditional rows, image by image, then the unconditional rows of the
+              guided
+    owners    (num_rows,) int64, the image that each of ``unet_rows`` belongs to
     drawing   (D,) int64 positions of the images whose row draws noise
     """
 
@@ -38,33 +60,31 @@ class ImageBatch:
     rows: Tensor
     guidance: Tensor
     guided: tuple[int, ...]
+    unet_rows: tuple[BatchRow, ...]
     owners: Tensor
     drawing: Tensor
 
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
         """Copy the latents and histories of ``tasks`` out of their slots, with two transfers for all indices."""
-        guided = tuple(index for index, task in enumerate(tasks) if task.rows_now == 2)
+        unet_rows = rows_of(tasks)
+        guided = tuple(row.image for row in unet_rows if row.is_uncond)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
-        sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
-        indices = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]
+        sizes = [len(tasks), len(unet_rows), len(drawing)]
+        indices = [*(task.slot for task in tasks), *(row.image for row in unet_rows), *drawing]
         packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
         for row, task in zip(packed, tasks, strict=True):
             row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
         slots, owners, places = send(torch.tensor(indices), pool.device).split(sizes)
         rows = send(torch.from_numpy(packed), pool.device)
         x, history = pool.gather(tasks[0].loaded_state.shape, slots)
-        return cls(tuple(tasks), slots, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided, owners, places)
+        table_rows, guidance = rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS]
+        return cls(tuple(tasks), slots, x, history, table_rows, guidance, guided, unet_rows, owners, places)
 
     @property
     def num_rows(self) -> int:
-        """UNet rows: every image's conditional row, then the unconditional rows of the guided."""
-        return len(self.tasks) + len(self.guided)
-
-    @cached_property
-    def image_of_row(self) -> tuple[int, ...]:
-        """Index of each row's image."""
-        return (*range(len(self.tasks)), *self.guided)
+        """Number of UNet rows."""
+        return len(self.unet_rows)
 
     @cached_property
     def scaled(self) -> Tensor:
@@ -80,15 +100,21 @@ class ImageBatch:
         drawn = draw_noise(states, self.x.device)
         return torch.zeros_like(self.x).index_copy_(0, self.drawing, drawn)
 
-    def is_uncond(self, row: int) -> bool:
-        """Whether ``row`` is an unconditional row."""
-        return row >= len(self.tasks)
+    def task_of(self, row: int) -> ImageTask:
+        """Return the image of UNet row ``row``."""
+        return self.tasks[self.unet_rows[row].image]
 
     def label(self, row: int) -> RowLabel:
-        """Whose row it is."""
-        task = self.tasks[self.image_of_row[row]]
-        part = "uncond" if self.is_uncond(row) else "cond"
-        return RowLabel(task.live.request_id, task.image_index, task.step_index, part)
+        """Return the label of UNet row ``row``."""
+        task, part = self.task_of(row), self.unet_rows[row].part
+        name = "uncond" if part == UNCOND else f"cond {part + 1}" if part else "cond"
+        return RowLabel(task.live.request_id, task.image_index, task.step_index, name)
+
+
+def rows_of(tasks: Sequence[ImageTask]) -> tuple[BatchRow, ...]:
+    """Return the UNet rows of ``tasks``: all conditional rows, image by image, then the unconditional ones."""
+    rows = [BatchRow(image, part) for image, task in enumerate(tasks) for part in task.parts_now]
+    return (*(row for row in rows if not row.is_uncond), *(row for row in rows if row.is_uncond))
 
 
 LatentShape = tuple[int, int, int]

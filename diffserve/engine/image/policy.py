@@ -89,17 +89,16 @@ class TickLoad:
         self._rows = Counter[GroupKey]()
 
     def has_room(self, task: ImageTask) -> bool:
-        """Return whether the rows of ``task`` fit into the calls of its group."""
+        """Return whether the rows of ``task`` fit into the calls of its group; alone an image always does."""
         group = task.group_now
-        return self._rows[group] + task.rows_now <= self._cap(group)
+        rows = self._rows[group]
+        return not rows or rows + task.rows_now <= self._cap(group)
 
     def takes(self, task: ImageTask) -> bool:
         """Add the rows of ``task`` if they fit, and return whether they do."""
-        group = task.group_now
-        rows = self._rows[group] + task.rows_now
-        if rows > self._cap(group):
+        if not self.has_room(task):
             return False
-        self._rows[group] = rows
+        self.add(task)
         return True
 
     def add(self, task: ImageTask) -> None:
@@ -203,15 +202,15 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
     num_rows = settings.table.num_rows
     controlled = map(bool, settings.controlled or ((),) * num_rows)
     refined = np.arange(num_rows) >= (num_rows if settings.switch_row is None else settings.switch_row)
-    kinds = zip(settings.full.tolist(), settings.guided.tolist(), controlled, refined.tolist(), strict=True)
+    kinds = zip(settings.full.tolist(), settings.rows_at, controlled, refined.tolist(), strict=True)
     rows = Counter(kinds)
     return sum(
         count
         * costs.call_s(
             group._replace(is_shallow=not full, is_controlled=is_controlled, is_refined=refined),
-            (1 + guided) * num_images,
+            num_parts * num_images,
         )
-        for (full, guided, is_controlled, refined), count in rows.items()
+        for (full, num_parts, is_controlled, refined), count in rows.items()
     )
 
 

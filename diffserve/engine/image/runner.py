@@ -322,7 +322,7 @@ class ImageRunner:
         with expert.groups.between_calls(group):
             batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
         for row, error in errors.items():
-            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "generating this image"))
+            outcome.failures.setdefault(batch.task_of(row), failure_of(error, "generating this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
             previous = latest if finite.is_here else task.loaded_state.health
@@ -387,11 +387,12 @@ class ImageRunner:
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
     """Return the guided outputs (B, C, h, w) of the rows' outputs (num_rows, C, h, w)."""
-    cond = output[: len(batch.tasks)]
+    num_cond = batch.num_rows - len(batch.guided)
+    cond = output[:num_cond]
     if not batch.guided:
         return cond
     uncond = cond.clone()
-    uncond.index_copy_(0, batch.owners[len(batch.tasks) :], output[len(batch.tasks) :])
+    uncond.index_copy_(0, batch.owners[num_cond:], output[num_cond:])
     guided = guide(uncond, cond, batch.guidance)
     for place in batch.guided:
         share = batch.tasks[place].settings.guidance_rescale

@@ -120,8 +120,7 @@ class ImageState:
             SDXL's refiner.
         controls: ControlNets of the request, in its order.
         texts: Prompt embeddings for ControlNets, ``None`` without ControlNets.
-        features: Features (F, h, w) of the latest full call for shallow calls; the key is whether the row is
-            unconditional.
+        features: Features (F, h, w) of the latest full call for shallow calls, by part and view of the row.
         refined: Inputs of the refiner, until the image switches to it.
     """
 
@@ -137,7 +136,7 @@ class ImageState:
     time_ids: Tensor | None = None
     controls: tuple[ActiveControl, ...] = ()
     texts: Conditioning | None = None
-    features: dict[bool, Tensor] = field(default_factory=dict)
+    features: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
 
     @property

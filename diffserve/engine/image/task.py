@@ -7,7 +7,7 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 PAINT_FROM = 128
 """Smallest mask value that is repainted (diffusers binarizes at one half)."""
+
+
+UNCOND: Final = -1
+"""Part number of the unconditional row; conditional rows count from 0."""
 
 
 class GroupKey(NamedTuple):
@@ -104,18 +108,23 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         return tuple(self.full.tolist())
 
     @cached_property
+    def parts_at(self) -> tuple[tuple[int, ...], ...]:
+        """Parts of the conditioning that table row i evaluates: conditional ones from 0, and ``UNCOND`` if guided."""
+        return tuple((0, UNCOND) if guided else (0,) for guided in self.guided.tolist())
+
+    @cached_property
     def rows_at(self) -> tuple[int, ...]:
-        """UNet rows of table row i: 2 if it is guided, else 1."""
-        return tuple(1 + int(guided) for guided in self.guided)
+        """UNet rows of table row i."""
+        return tuple(map(len, self.parts_at))
 
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
         """Work of table row i, in UNet rows of the native size."""
         controlled = self.controlled or ((),) * len(self.full)
-        rows = zip(self.full.tolist(), self.guided.tolist(), controlled, strict=True)
+        rows = zip(self.full.tolist(), self.rows_at, controlled, strict=True)
         return tuple(
-            step_cost(1.0 if full else self.shallow_share, len(controls), is_guided=guided, row_cost=self.row_cost)
-            for full, guided, controls in rows
+            step_cost(1.0 if full else self.shallow_share, len(controls), num_rows=num_rows, row_cost=self.row_cost)
+            for full, num_rows, controls in rows
         )
 
     @cached_property
@@ -299,8 +308,13 @@ class ImageTask:
         return self.group._replace(is_shallow=not self.is_full_now, is_controlled=bool(self.controls_now))
 
     @property
+    def parts_now(self) -> tuple[int, ...]:
+        """Parts of the conditioning that the next tick evaluates; see ``GenerationSettings.parts_at``."""
+        return self.settings.parts_at[self.row_index]
+
+    @property
     def rows_now(self) -> int:
-        """UNet rows of the next tick of this image: 2 if guided, else 1."""
+        """UNet rows of the next tick of this image, one for each part."""
         return self.settings.rows_at[self.row_index]
 
     @property
@@ -345,7 +359,7 @@ class TickPlan:
     Attributes:
         prepare: Newcomers with a new slot: encode their prompt and init image, and draw the start latent.
         group: The group of ``rows``.
-        rows: Images that advance by one table row; the two UNet rows of a guided image are never split.
+        rows: Images that advance by one table row; the UNet rows of an image are never split.
         num_rows: UNet rows of ``rows``, before padding.
         cost: Work of ``rows``, in UNet rows of the native size.
         previews: Images of ``rows`` whose denoised estimate is decoded.
@@ -367,7 +381,7 @@ class TickPlan:
 
 
 class RowLabel(NamedTuple):
-    """The image and the step of a row; ``part`` is "cond" or "uncond"."""
+    """The image and the step of a row; ``part`` is "cond", "uncond", or "cond 2" for the second part of a prompt."""
 
     request_id: str
     image_index: int

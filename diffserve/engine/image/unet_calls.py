@@ -21,7 +21,7 @@ from diffserve.engine.image.batch import ImageBatch
 from diffserve.engine.image.buckets import CostCurve, RowCaps
 from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.state import ActiveControl
-from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
+from diffserve.engine.image.task import UNCOND, GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.accelerators import Stopwatch, TimeSpan
 from diffserve.runtime.device_health import raise_if_sticky
@@ -43,6 +43,14 @@ SPARE_BYTES = 1 << 26
 Result = TypeVar("Result")
 
 TIMESTEP = COLUMNS.index("timestep")
+
+
+class RowInputs(NamedTuple):
+    """An image and the part and view of one of its UNet rows (``BatchRow``), which select the row's conditioning."""
+
+    task: ImageTask
+    part: int
+    view: int = 0
 
 
 class Stack(NamedTuple):
@@ -105,7 +113,7 @@ class UNetCaller:
         self.stopwatch = Stopwatch(model.device, clock)
         self._clock = clock
         self._timed: deque[tuple[CostCurve, int, TimeSpan]] = deque()
-        self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
+        self._stacks: OrderedDict[tuple[RowInputs, ...], Stack] = OrderedDict()
         self._spare: Tensor | None = None
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
@@ -253,19 +261,17 @@ class UNetCaller:
         """Make one UNet call of exactly ``bucket`` rows; the last row is repeated as padding."""
         started_s, stop = self._clock(), self.stopwatch.start()
         owners, stack = self._conditioning_of(batch, rows, bucket)
-        images = [batch.tasks[batch.image_of_row[row]] for row in rows]
+        inputs = [row_inputs(batch, row) for row in rows]
         features = None
         if group.is_shallow:
-            row_features = [
-                task.loaded_state.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)
-            ]
+            row_features = [task.loaded_state.features[part, view] for task, part, view in inputs]
             features = torch.stack([*row_features, *row_features[-1:] * (bucket - len(rows))])
         added = None
         if residuals is not None:
             numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
             added = tuple(tensor.index_select(0, numbers) for tensor in residuals)
         scaled, timesteps = batch.scaled.index_select(0, owners), batch.rows.index_select(0, owners)[:, TIMESTEP]
-        keeps_features = any(task.is_full_now and task.keeps_features for task in images)
+        keeps_features = any(row.task.is_full_now and row.task.keeps_features for row in inputs)
         features_of_call: list[Tensor] | None = [] if keeps_features else None
         with self._measured(group, bucket, stop):
             output = self.model.unet.predict(
@@ -281,9 +287,9 @@ class UNetCaller:
                 kept_features=features_of_call,
             )
         for kept_of_rows in features_of_call or ():
-            for place, (task, row) in enumerate(zip(images, rows, strict=True)):
+            for place, (task, part, view) in enumerate(inputs):
                 if task.keeps_features:
-                    task.loaded_state.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
+                    task.loaded_state.features[part, view] = kept_of_rows[place].clone()
         labels = tuple(batch.label(row) for row in rows)
         calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s, group.is_shallow))
         return output[: len(rows)]
@@ -294,9 +300,7 @@ class UNetCaller:
         owners = batch.owners[rows.start : rows.stop]
         if len(padded) > len(rows):
             owners = torch.cat([owners, owners[-1:].expand(len(padded) - len(rows))])
-        return owners, self._stack(
-            tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded)
-        )
+        return owners, self._stack(tuple(row_inputs(batch, row) for row in padded))
 
     @contextmanager
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
@@ -320,7 +324,7 @@ class UNetCaller:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)
 
-    def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
+    def _stack(self, key: tuple[RowInputs, ...]) -> Stack:
         """Return the conditioning of the rows, cached while the same rows run together."""
         if key not in self._stacks:
             self._stacks[key] = stack_conditioning(key, self.conditioner, self._spare)
@@ -334,10 +338,10 @@ class UNetCaller:
 
     def trim(self) -> None:
         """Drop the stacks of images that have left."""
-        for key in [key for key in self._stacks if any(task.state is None for task, _ in key)]:
+        for key in [key for key in self._stacks if any(row.task.state is None for row in key)]:
             self._drop(key)
 
-    def _drop(self, key: tuple[tuple[ImageTask, bool], ...]) -> int:
+    def _drop(self, key: tuple[RowInputs, ...]) -> int:
         """Drop a stack and return its size in bytes; its adapter buffer may be reused."""
         stack = self._stacks.pop(key)
         memory = None if stack.loras is None else stack.loras.memory
@@ -351,20 +355,21 @@ def _padded(rows: range, bucket: int) -> list[int]:
     return [*rows, *[rows[-1]] * (bucket - len(rows))]
 
 
-def stack_conditioning(
-    rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner, spare: Tensor | None = None
-) -> Stack:
-    """Stack the conditioning of rows, each an image and whether it is the unconditional row.
+def row_inputs(batch: ImageBatch, row: int) -> RowInputs:
+    """Return the image, part and view of UNet row ``row``."""
+    image, part, view = batch.unet_rows[row]
+    return RowInputs(batch.tasks[image], part, view)
 
-    ``spare`` is a buffer that ``RowLoRAs`` may reuse.
-    """
-    texts = [ConditioningRow(task.loaded_state.conditioning, is_uncond) for task, is_uncond in rows]
-    loras = [task.loaded_state.loras for task, _ in rows if task.loaded_state.loras is not None]
+
+def stack_conditioning(rows: Sequence[RowInputs], conditioner: Conditioner, spare: Tensor | None = None) -> Stack:
+    """Stack the conditioning of ``rows``. ``spare`` is a buffer that ``RowLoRAs`` may reuse."""
+    texts = [ConditioningRow(row.task.loaded_state.conditioning, row.part == UNCOND) for row in rows]
+    loras = [row.task.loaded_state.loras for row in rows if row.task.loaded_state.loras is not None]
     return Stack(
         conditioner.contexts(texts),
         stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in texts]),
-        stack_all([_time_ids(task, is_uncond) for task, is_uncond in rows]),
-        stack_all([task.loaded_state.extra for task, _ in rows]),
+        stack_all([_time_ids(row) for row in rows]),
+        stack_all([row.task.loaded_state.extra for row in rows]),
         _guidance(rows, conditioner.model),
         RowLoRAs(loras, spare) if loras else None,
     )
@@ -388,31 +393,32 @@ def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
     that has a ControlNet twice gets two calls.
     """
     rows_of_call: dict[tuple[str, int, int], list[ControlledRow]] = {}
-    for row, image in enumerate(batch.image_of_row):
+    for row, (image, part, view) in enumerate(batch.unet_rows):
         task = batch.tasks[image]
         texts = task.loaded_state.texts
         assert texts is not None
-        is_uncond, times = batch.is_uncond(row), Counter[str]()
+        is_uncond, times = part == UNCOND, Counter[str]()
+        time_ids = _time_ids(RowInputs(task, part, view))
         contexts, pooled = (texts.uncond, texts.pooled_uncond) if is_uncond else (texts.cond, texts.pooled_cond)
         for place in task.controls_now:
             control = task.loaded_state.controls[place]
             digest = control.network.digest
-            controlled = ControlledRow(row, image, control, contexts, pooled, _time_ids(task, is_uncond))
+            controlled = ControlledRow(row, image, control, contexts, pooled, time_ids)
             rows_of_call.setdefault((digest, times[digest], len(contexts)), []).append(controlled)
             times[digest] += 1
     return [rows_of_call[key] for key in sorted(rows_of_call)]
 
 
-def _time_ids(task: ImageTask, is_uncond: bool) -> Tensor | None:
-    time_ids = task.loaded_state.time_ids
-    return task.loaded_state.conditioning.time_ids if time_ids is None else time_ids[int(is_uncond)]
+def _time_ids(row: RowInputs) -> Tensor | None:
+    state = row.task.loaded_state
+    return state.conditioning.time_ids if state.time_ids is None else state.time_ids[int(row.part == UNCOND)]
 
 
-def _guidance(rows: Sequence[tuple[ImageTask, bool]], model: DiffusionModel) -> Tensor | None:
+def _guidance(rows: Sequence[RowInputs], model: DiffusionModel) -> Tensor | None:
     """Return the guidance scales (R,) for a UNet that takes them as input."""
     if not model.unet.guidance_dim:
         return None
-    return send(torch.tensor([task.settings.guidance_scale for task, _ in rows]), model.device)
+    return send(torch.tensor([row.task.settings.guidance_scale for row in rows]), model.device)
 
 
 def stack_all(tensors: Sequence[Tensor | None]) -> Tensor | None:
