@@ -265,7 +265,7 @@ class UpscalingEndpoint(ImageServiceEndpoint[BodyT, UpscalePlan], Generic[BodyT]
             file = await self._service.encode_in_thread(len(picture.data), self._file, plan, job, picture)
             files.append(UpscaledFile(file, picture.width_px, picture.height_px, device_s))
             ticket.advance(index, 1.0)
-            ticket.count(_finished(plan, job, picture, device_s))
+            ticket.count(_counted(plan, job, device_s))
         return files
 
     async def _upscale(
@@ -319,7 +319,8 @@ class UpscalingEndpoint(ImageServiceEndpoint[BodyT, UpscalePlan], Generic[BodyT]
         )
 
 
-def _finished(plan: UpscalePlan, job: UpscaleJob, picture: Picture, device_s: float) -> Upscaled:
+def _counted(plan: UpscalePlan, job: UpscaleJob, device_s: float) -> Upscaled:
+    """Return the event by which a finished image counts as used, without its pixels."""
     empty = Picture(width_px=1, height_px=1, data=bytes(3))
     return Upscaled(
         request_id=plan.request_id, image=empty, upscaler=job.upscaler, scale=1, device_s=device_s, waited_s=0.0
