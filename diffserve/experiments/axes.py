@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import REQUEST_FIELDS
+from diffserve.api.fields import HIRES, REQUEST_FIELDS
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.sizes import parse_size
 from diffserve.api.types import DiffusionParams
@@ -55,6 +55,10 @@ NOT_AXES: Final = {
     "similarity_threshold": "its images depend on those generated before",
     "token_merging": "it has no effect",
     "template": "a sweep takes resolved prompts",
+    "outpaint": "a sweep has no start image",
+    **dict.fromkeys(
+        (name for name in REQUEST_FIELDS if name.startswith(HIRES)), "a sweep compares images of one size in one pass"
+    ),
 }
 """Request fields that cannot be an axis, and why."""
 

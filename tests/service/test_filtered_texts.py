@@ -19,6 +19,7 @@ import pytest
 from gradio_client import Client
 from openai import OpenAI
 
+from diffserve.api.fields import REQUEST_FIELDS
 from diffserve.api.types import GenerationRequest
 from diffserve.cli import main
 from diffserve.cli.commands.paint import generate
@@ -88,7 +89,9 @@ NO_TEXTS: Final = {
     *("loras", "controlnets", "prompt_rewriter", "image", "images", "init_images", "mask"),
     *("output", "init", "scorer", "seed", "lora", "controlnet", "server", "vae"),
     *("device", "dtype", "config", "refiner", "lora_dir", "controlnet_dir", "embeddings_dir", "offload", "sampler_dir"),
-    *("device_map", "text_encoder", "noise_source", "variation_seed"),
+    *("device_map", "text_encoder", "noise_source", "variation_seed", "template", "outpaint", "sizes"),
+    *("hires_size", "hires_upscaler", "hires_sampler", "hires_schedule", "upscaler", "reference", "references"),
+    *("reference_dir", "wildcard_dir", "upscaler_dir"),
 }
 """Names, files and choices. What a language model writes for ``prompt_rewriter`` is judged with the picture."""
 
@@ -288,7 +291,8 @@ def test_every_text_field_of_the_page_is_judged(filtered: RunningServer, tmp_pat
     left_out = NO_TEXTS | {
         *("rewrite_mode", "steps", "guidance", "eta", "guidance_interval", "clip_skip", "guidance_rescale"),
         *("cache_interval", "token_merging", "similarity_threshold", "variation_strength", "micro_conditioning"),
-        *("switch_at", "strength", "best_of", "samplers", "marks", "aspect", "control", "preprocessor"),
+        *("switch_at", "strength", "best_of", "samplers", "marks", "aspect", "control", "preprocessor", "axis"),
+        "axis_values",
     }
     for endpoint, arguments in (("/generate", {}), ("/experiment", {"samplers": ["ddim"], "steps": "2"})):
         parameters = described["named_endpoints"][endpoint]["parameters"]
@@ -324,11 +328,14 @@ def test_every_text_of_the_command_line_is_judged(
 
     arguments = inspect.signature(generate, eval_str=True).parameters
     options = {name: option.annotation for name, option in arguments.items() if name not in NO_TEXTS}
-    texts = {name: kind.__metadata__[0] for name, kind in options.items() if {str, list[str]} & _types(kind)}
-    assert set(texts) >= {"prompt", "negative"}
-    for name, option in texts.items():
-        words = (FOX, option.param_decls[-1], BAD) if option.param_decls else (BAD,)
-        code, errors = run("generate", *words)
+    texts = {name: kind for name, kind in options.items() if {str, list[str]} & _types(kind)}
+    assert set(texts) >= {"prompt", "negative", "hires_prompt", "hires_negative_prompt"}
+    for name, kind in texts.items():
+        names = (
+            kind.__metadata__[0].param_decls or () if hasattr(kind, "__metadata__") else (REQUEST_FIELDS[name].option,)
+        )
+        words = (FOX, names[-1], BAD) if names else (BAD,)
+        code, errors = run("generate", *words, *(("--hires-scale", "1.5") if "hires" in name else ()))
         assert code, name
         assert "safety filter does not allow" in errors, name
     image_schema = GenerateBody.model_json_schema()

@@ -20,6 +20,7 @@ from transformers import CLIPTokenizer
 from diffserve.api.errors import ConfigError
 from diffserve.media.images import decode_image
 from diffserve.models.learned_samplers import OWN_SAMPLERS
+from diffserve.models.upscalers import OWN_UPSCALERS
 from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.loading.checkpoint import NOT_COVERED
 from diffserve.runtime.model import OWN_LORAS
@@ -61,7 +62,7 @@ from tests.tiny_models import EMBEDDED, unet
 
 SINGLE = ("one object", "plain")
 
-SEPARATE = (OWN_LORAS, OWN_SAMPLERS)
+SEPARATE = (OWN_LORAS, OWN_SAMPLERS, OWN_UPSCALERS)
 """Folders of the shipped model that training does not write with its weights."""
 
 
