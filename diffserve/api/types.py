@@ -442,8 +442,8 @@ class GenerationRequest(
             second_steps = params.hires_steps or num_steps
             strengths = [params.second_strength(second_steps, is_tiled=is_tiled) for is_tiled in (False, True)]
             counts += [math.ceil(second_steps * strength) for strength in strengths]
-            further = {name: getattr(params, name) for name in ("hires_prompt", "hires_negative_prompt")}
-            prompts |= {name: (text,) for name, text in further.items() if text is not None}
+        further = {name: getattr(params, name) for name in ("hires_prompt", "hires_negative_prompt")}
+        prompts |= {name: (text,) for name, text in further.items() if text is not None}
         judged = [min(max(count, 1), MAX_JUDGED_STEPS) for count in dict.fromkeys(counts)]
         texts: dict[str, str] = {}
         for name, of_field in prompts.items():

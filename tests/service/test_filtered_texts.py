@@ -63,6 +63,8 @@ PAINTING: Final[dict[str, dict[str, Any]]] = {
     },
 }
 NOT_PAINTING: Final = {
+    *("/v1/images/upscale", "/sdapi/v1/extra-single-image", "/sdapi/v1/extra-batch-images"),
+    "/v1/history/{history_id}/favorite",
     *(f"{IMAGES}/generations/{{request_id}}/cancel", f"{IMAGES}/generations/{{request_id}}/interrupt"),
     *("/sdapi/v1/options", "/internal/progress", "/sdapi/v1/interrupt", "/sdapi/v1/skip", "/sdapi/v1/png-info"),
     *("/sdapi/v1/refresh-checkpoints", "/sdapi/v1/refresh-loras", "/sdapi/v1/refresh-vae"),
