@@ -80,7 +80,7 @@ def test_the_card_is_what_the_kept_results_give(tmp_path: Path, monkeypatch: pyt
     assert not re.search(r"\{\{|\}\}", written)
 
 
-STAGES = ("denoiser", "tune", "preview", "distill", "adapters", "rewriter", "card")
+STAGES = ("denoiser", "tune", "preview", "distill", "adapters", "upscaler", "rewriter", "card")
 
 
 def test_all_runs_every_stage_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
