@@ -45,7 +45,8 @@ def run_session(url: str, session: Callable[[Any], Awaitable[None]]) -> None:
     async def run() -> None:
         command = ["-m", "diffserve", "mcp", "--server", url]
         started = StdioServerParameters(command=sys.executable, args=command, env={"PYTHONPATH": str(ROOT)})
-        async with Client(stdio_client(started)) as client:
+        assert sys.__stderr__ is not None
+        async with Client(stdio_client(started, sys.__stderr__)) as client:  # the captured one has no file descriptor
             await session(client)
 
     asyncio.run(run())
