@@ -44,6 +44,7 @@ def test_another_model_is_selected_and_uses_its_defaults(
     here.reveal("clip-skip")
     expect(here.part("clip-skip")).to_be_visible()
     expect(here.part("switch-at")).to_be_hidden()  # there is no refiner
+    here.reveal("model")
     here.field("model").click()
     here.page.get_by_role("option", name="turbo").click()
     expect(here.part("quality")).to_contain_text("Standard, 4 steps")
