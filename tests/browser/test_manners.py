@@ -101,8 +101,7 @@ def test_text_of_visitors_is_escaped(visit: Visitor, screenshot: Screenshot) -> 
     here.set_advanced(steps=4, negative_prompt=NASTY)
     here.write("prompt", NASTY)
     here.press("suggest")
-    expect(here.part("difference")).to_contain_text("**stars**")
-    expect(here.part("difference")).to_contain_text("<b id=bold>fox</b>")
+    expect(here.part("difference")).to_contain_text("the prompt was left as it is")  # and the words that are unknown
     assert_inert(here)
     here.choose("rewrite-mode", "Auto")
     here.paint()
