@@ -163,14 +163,14 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
         band = max(MIN_BAND_PX, math.ceil(BAND * min(width, height)))
         inner = np.zeros((height, width), np.uint8)  # 255 inside the old picture
         inner[top : height - bottom, left : width - right] = 255
-        kept = inner.copy()
-        kept[: top + band] *= not top
-        kept[height - bottom - band :] *= not bottom
-        kept[:, : left + band] *= not left
-        kept[:, width - right - band :] *= not right
+        old_area = inner.copy()
+        old_area[: top + band] *= not top
+        old_area[height - bottom - band :] *= not bottom
+        old_area[:, : left + band] *= not left
+        old_area[:, width - right - band :] *= not right
         noise = np.random.default_rng(0).normal(0.0, FILL_NOISE, pixels.shape).astype(np.float32)
         filled = np.where(inner[..., None] > 0, pixels, np.rint(pixels + noise).clip(0, 255)).astype(np.uint8)
-        mask = 255 - kept
+        mask = 255 - old_area
         if self.mask is not None:
             mask = np.maximum(mask, np.pad(self.mask.array, sides))
         return msgspec.structs.replace(self, picture=Picture.from_array(filled), mask=Picture.from_array(mask))

@@ -78,10 +78,10 @@ def check_upscaler(name: str) -> str:
     Raises:
         InvalidRequest: There is no filter of that name.
     """
-    found = canonical_upscaler(name)
+    canonical = canonical_upscaler(name)
     message = f"hires_upscaler is {name[:80]!r}; it must be one of {', '.join(FILTERS)}."
-    check(found is not None, message, "hires_upscaler", "unknown_upscaler")
-    return found or LANCZOS
+    check(canonical is not None, message, "hires_upscaler", "unknown_upscaler")
+    return canonical or LANCZOS
 
 
 def enlarge(picture: Picture, width_px: int, height_px: int, upscaler: str = LANCZOS) -> Picture:

@@ -1,4 +1,4 @@
-"""Tiled diffusion against a plain loop over diffusers' UNet and scheduler, and beside images without tiles."""
+"""Tiled diffusion against a plain loop over diffusers, and in one batch with images without tiles."""
 
 from __future__ import annotations
 
