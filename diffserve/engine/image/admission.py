@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, HIRES, REQUEST_FIELDS, NoiseSource
-from diffserve.api.prompt_schedule import num_parts
+from diffserve.api.prompt_schedule import num_parts, texts_read
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import enlarged_px, on_grid_px, row_cost
 from diffserve.api.tiles import TileLayout, tiles_of
@@ -425,7 +425,11 @@ class ImageAdmission:
         world = world.learning(learned_words)
         prompts = {False: (request.prompt, *request.image_prompts), True: (request.negative_prompt,)}
         unknown = {
-            negative: tuple(dict.fromkeys(word for text in dict.fromkeys(texts) for word in world.unknown_words(text)))
+            negative: tuple(
+                dict.fromkeys(
+                    word for text in _texts_of(texts, negative=negative) for word in world.unknown_words(text)
+                )
+            )
             for negative, texts in prompts.items()
         }
         return tuple(
@@ -586,6 +590,18 @@ def _check_picture(
     )
     wrong = f"the {name} has {picture.channels} channel(s); it must have {channels}."
     check(picture.channels == channels, wrong, param or name, "invalid_image")
+
+
+def _texts_of(prompts: Iterable[str], *, negative: bool) -> tuple[str, ...]:
+    """Return what prompts say without the times and weights of editing and AND; too many texts are left as they are."""
+    name = "negative_prompt" if negative else "prompt"
+    texts: list[str] = []
+    for prompt in prompts:
+        try:
+            texts += texts_read(prompt, name, [2]) or (prompt,)
+        except InvalidRequest:
+            texts.append(prompt)
+    return tuple(dict.fromkeys(texts))
 
 
 def _unserved(request: GenerationRequest) -> tuple[str, ...]:
