@@ -211,7 +211,8 @@ class HistoryHandlers:
         return None if data is None else await self._written(entry, data)
 
     async def _written(self, entry: HistoryEntry, data: bytes) -> Path:
-        name = f"{entry.prompt[:40]}-{seeds_named(entry.seed, entry.variation_seed)}.{format_of(data)}"
+        seeds = "" if entry.seed is None else f"-{seeds_named(entry.seed, entry.variation_seed)}"
+        name = f"{entry.prompt[:40]}{seeds}-{entry.width}x{entry.height}.{format_of(data)}"
         return await asyncio.to_thread(self._server.files.write, data, name)
 
 
