@@ -285,7 +285,7 @@ def test_a_selected_model_is_requested_by_name() -> None:
 
 
 def test_the_form_and_the_page_have_the_same_field_order() -> None:
-    assert Form.__struct_fields__ == Fields._fields
+    assert Form.__struct_fields__ == (*Fields._fields, "uses_references")
     values = [f"{number}" for number in range(len(FORM_FIELDS))]
     assert [*Form.of(values).texts.values()] == values
     assert Form.of(values).values == tuple(

@@ -16,7 +16,7 @@ from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import ImageCapabilities, StreamedImageFields
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
-from diffserve.media.infotext import parse_infotext
+from diffserve.media.infotext import UPSCALE, parse_infotext
 from diffserve.media.infotext_recipe import KEYS, is_enlarged, read_value
 from diffserve.models.controlnets import MAX_SCALE, PASSED_THROUGH, Control
 from diffserve.models.loras import read_list
@@ -76,6 +76,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     preprocessor: str | None = None
     control_picture: str | None = None
     typed: Mapping[str, str | None] = {}  # texts of the fields in ui.fields.TYPED, by name
+    uses_references: bool = False  # whether the image with these settings had references, which are no field
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Form:
@@ -112,7 +113,7 @@ def _number_of(text: str | None) -> int | float | None:
     return None if not math.isfinite(number) else int(number) if number.is_integer() else number
 
 
-FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "typed"), *TYPED)
+FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name not in ("typed", "uses_references")), *TYPED)
 """Names of all fields, in the order of the page's inputs and outputs."""
 
 NUMBERS: Final = frozenset(
@@ -167,7 +168,11 @@ def check_lengths(form: Form) -> None:
 
 
 def order_of(
-    form: Form, image: ImageCapabilities, start: StartFile | None = None, control_picture: bytes | None = None
+    form: Form,
+    image: ImageCapabilities,
+    start: StartFile | None = None,
+    control_picture: bytes | None = None,
+    references: Sequence[Mapping[str, Any]] = (),
 ) -> CheckedForm:
     """Convert a form to a request.
 
@@ -176,6 +181,7 @@ def order_of(
         image: Capabilities of the model.
         start: The start image, whose size is used if the form has none.
         control_picture: The file of the ControlNet's control image.
+        references: The reference images as request fields.
 
     Raises:
         InvalidRequest: A field cannot be used.
@@ -202,6 +208,7 @@ def order_of(
         "noise_source": form.noise_source or None,
         "loras": _loras(form.loras, image) or None,
         "controlnets": _controls(form, image, control_picture) or None,
+        "references": list(references) or None,
         "seed": read_seed(form.seed),
         "model": (form.model or "").strip() or None,
         **{name: read_typed(name, form.typed.get(name), image) for name in TYPED},
@@ -331,6 +338,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         strength=None if is_enlarged(read) else fields.get("Denoising strength"),
         typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in omitted_keys},
         noise_source=read_value("noise_source", fields.get("RNG", "")),
+        uses_references="Reference 0" in fields,
     )
 
 
@@ -358,8 +366,12 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         )
     elif "Denoising strength" in read.fields:
         reasons.append("It started from an image that is not in the file: choose that image under Edit an image.")
+    if UPSCALE in read.fields:
+        reasons.append(f"It was upscaled ({read.fields[UPSCALE][:80]}): press Upscale when it is generated.")
     if "ControlNet 0" in read.fields:
         reasons.append("It used control images that are not in the file: the result will differ.")
+    if "Reference 0" in read.fields:
+        reasons.append("It used reference images that are not in the file: add them in the group Adapters.")
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
         reasons.append(f"Its last steps used the refiner {refiner[:80]}, which is not loaded: the result will differ.")

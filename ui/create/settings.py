@@ -9,9 +9,10 @@ from gradio.components import Component
 
 from diffserve.api.fields import MAX_GUIDANCE, REQUEST_FIELDS
 from diffserve.models.controlnets import MAX_SCALE
-from ui.create import adapters, start
+from ui.create import adapters, references, start
 from ui.create.adapters import AdapterPanel
 from ui.create.parameters import ASPECTS, NOISE_SOURCES, SPACINGS
+from ui.create.references import ReferencePanel
 from ui.create.start import StartPanel
 from ui.events import number_field, text_field
 from ui.fields import TYPED
@@ -66,6 +67,7 @@ class Settings(NamedTuple):
         fields: The input components by their names in ``Fields``, without those of the prompt.
         start: The panel with the image to edit.
         adapters: The panel with LoRAs, ControlNet, embeddings and styles.
+        references: The panel with reference images.
         random_seed: The button next to the seed.
         read_parameters: The button that loads settings from a picture.
     """
@@ -74,6 +76,7 @@ class Settings(NamedTuple):
     fields: dict[str, Any]
     start: StartPanel
     adapters: AdapterPanel
+    references: ReferencePanel
     random_seed: gr.Button
     read_parameters: gr.UploadButton
 
@@ -100,13 +103,13 @@ def lay_out() -> Settings:
     with _group("sampling"):
         fields |= _sampling()
     with _group("adapters"):
-        panel = adapters.lay_out(MAX_SCALE)
+        panel, reference_panel = adapters.lay_out(MAX_SCALE), references.lay_out()
     with _group("start"):
         begin = start.lay_out(groups)
     with _group("extras"):
         fields |= {"typed": _extras(fields.pop("typed"))}
     fields |= {"strength": begin.strength, **panel.fields}
-    return Settings(groups, fields, begin, panel, random_seed, read_parameters)
+    return Settings(groups, fields, begin, panel, reference_panel, random_seed, read_parameters)
 
 
 def _group(name: str) -> gr.Column:
