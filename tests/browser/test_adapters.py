@@ -146,7 +146,7 @@ def test_a_control_map_is_shown_before_it_is_used(
     assert 0.005 < light < 0.1, "the edges of the square only"
     screenshot(here, "control-map")
     here.field("control").click()
-    here.page.get_by_role("option", name="edges").click()
+    here.page.get_by_role("option", name="edges", exact=True).click()
     here.set_advanced(steps=2)
     here.write("prompt", "an owl")
     here.paint()

@@ -17,7 +17,9 @@ from tests.service.server import RunningServer
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "page.md"
-COUNT = "window.clicks = 0; addEventListener('pointerdown', (event) => { if (event.isTrusted) window.clicks += 1; }, true);"
+COUNT = (
+    "window.clicks = 0; addEventListener('pointerdown', (event) => { if (event.isTrusted) window.clicks += 1; }, true);"
+)
 """Counts presses of the mouse button: clicks, and strokes of the brush. Typing is not counted."""
 
 
@@ -50,7 +52,7 @@ def upscale(here: Visit) -> None:
 
 def suggest(here: Visit) -> None:
     here.field("prompt").fill("2 doggos on teh beach")
-    here.part("rewrite-mode").get_by_text("Suggest").click()
+    here.part("rewrite-mode").get_by_role("radio", name="Suggest").click()
     here.part("generate").click()
     expect(here.field("prompt")).to_have_value("two dogs on the beach")
     painted(here, 2)
@@ -74,7 +76,7 @@ def refer(here: Visit) -> None:
 
 
 def use_lora(here: Visit) -> None:
-    here.part("groups").get_by_text("Adapters").click()
+    here.part("groups").get_by_role("radio", name="Adapters").click()
     here.part("lora-buttons").get_by_role("button", name="sepia").click()
     expect(here.field("loras")).to_have_value("sepia:1")
     here.part("generate").click()

@@ -100,7 +100,9 @@ def lay_out(max_scale: float) -> AdapterPanel:
             steps = text_field("Active steps", "all", "control-steps", info="Fractions: 0-0.5.")
     fields = {"loras": loras, "control": control, "control_scale": scale, "control_steps": steps}
     fields |= {"preprocessor": preprocessor, "control_picture": picture}
-    return AdapterPanel(lora, lora_buttons, strength, words, embeddings, style, controlling, choose, control_map, fields)
+    return AdapterPanel(
+        lora, lora_buttons, strength, words, embeddings, style, controlling, choose, control_map, fields
+    )
 
 
 class AdapterHandlers:
