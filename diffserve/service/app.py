@@ -334,7 +334,7 @@ def _history(
 ) -> ImageHistory:
     rows = History(database)
     pictures = ImageStore(
-        database.file.parent / "history",
+        database.folder / "history",
         max_bytes=config.history_bytes,
         kept_s=config.history_days * DAY_S,
         headers={PROVENANCE: checks.marks.header},

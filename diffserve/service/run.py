@@ -83,13 +83,18 @@ def open_database(settings: Settings) -> Database | None:
 
     Raises:
         ConfigError: The database cannot be read, or the data folder was chosen by the user and cannot be written:
-            without the keys in it, the server would be open.
+            without the keys in it, the server would be open. A database at ``[store] url`` must be usable, too.
     """
     folder = Path(settings.serve.data_dir).expanduser()
     try:
-        return Database(folder)
+        return Database(folder, settings.store.url)
     except ConfigError as error:
-        if not settings.has_default_data_dir or os.environ.get(ENV_KEY) or _may_be_there(folder / FILE):
+        if (
+            settings.store.url
+            or not settings.has_default_data_dir
+            or os.environ.get(ENV_KEY)
+            or _may_be_there(folder / FILE)
+        ):
             raise
         print(f"diffserve: keys, files and history cannot be stored: {error.message}", flush=True)
         return None

@@ -17,6 +17,7 @@ import msgspec
 from diffserve.api.bounds import Between, check_bounds
 from diffserve.api.errors import ConfigError
 from diffserve.api.fields import NoiseSource
+from diffserve.api.passwords import hide_password
 from diffserve.api.text_types import TextConfig
 from diffserve.api.types import ModelProfile, UNetPath
 
@@ -34,6 +35,7 @@ _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
+_STORE_URL = re.compile(r"postgres(?:ql)?://\S+")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 logger = logging.getLogger(__name__)
@@ -340,6 +342,24 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return HourlyPrice(self.price_per_hour, self.currency) if self.price_per_hour else None
 
 
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``[store]`` table: where a server keeps keys, files, batches, history and usage.
+
+    Attributes:
+        url: Address of a PostgreSQL database, with its password if it needs one; "": an SQLite file in the data folder.
+    """
+
+    url: str
+
+    def __post_init__(self) -> None:
+        address = hide_password(self.url)[:80]
+        advice = 'write it as postgresql://USER:PASSWORD@HOST:5432/NAME, or "" for an SQLite file in the data folder.'
+        _require(not self.url or _STORE_URL.fullmatch(self.url), f"url is {address!r}; {advice}", "url")
+
+    def __repr__(self) -> str:
+        return f"StoreConfig(url={hide_password(self.url)!r})"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a process.
 
@@ -348,6 +368,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         engine: The ``[engine]`` table.
         text: The ``[text]`` table.
         serve: The ``[serve]`` table.
+        store: The ``[store]`` table.
         origins: The place each value came from, by "table.key".
         models: Further models that a server may load (the ``[models]`` table and further ``--model`` options).
     """
@@ -356,6 +377,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     text: TextSettings
     serve: ServeConfig
+    store: StoreConfig
     origins: dict[str, str]
     models: tuple[ModelProfile, ...] = ()
 

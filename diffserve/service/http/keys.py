@@ -14,7 +14,6 @@ import hmac
 import logging
 import math
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -31,6 +30,7 @@ from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.errors import HttpError, reply_for
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
 from diffserve.store.database import Database
+from diffserve.store.errors import StoreError
 from diffserve.store.keys import Key, Keys, digest_of
 from diffserve.store.keys import Scope as KeyScope
 
@@ -90,7 +90,7 @@ class KeyRing:
                 return
             keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("the API keys cannot be read; the keys read before stay valid", extra={"reason": str(error)})
             return
         self._stamp, self._mark = stamp, mark
