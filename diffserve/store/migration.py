@@ -34,9 +34,9 @@ def check_revision(connection: Connection, name: str, advice: str) -> str | None
     revision = _read_revision(connection)
     version = _user_version(connection)
     if version > LAST_USER_VERSION or (revision is not None and revision not in REVISIONS):
-        found = f"version {version}" if revision is None else f"schema {revision}"
+        stored = f"version {version}" if revision is None else f"schema {revision}"
         raise ConfigError(
-            f"{name} was written by a newer diffserve ({found}, this one supports up to schema {REVISIONS[-1]}); "
+            f"{name} was written by a newer diffserve ({stored}, this one supports up to schema {REVISIONS[-1]}); "
             f"upgrade it (pip install -U diffserve), or {advice}.",
             param="data_dir",
         )
