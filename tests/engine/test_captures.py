@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diffserve.api.types import Accepted, Captured, GenerationRequest, ImageFinished, ImageResult
 from diffserve.engine import Engine
-from diffserve.engine.image.captures import VERSION, decode_capture, encode_capture
+from diffserve.engine.image.capture_format import VERSION, decode_capture, encode_capture
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from diffserve.models.references import Reference
@@ -59,7 +59,7 @@ CASES = {
 def equipped(
     _models: Callable[[str], Any], tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> DiffusionModel:
-    """The tiny SD 1.x with adapters, ControlNets, IP-Adapters and a learned sampler."""
+    """Return the tiny SD 1.x with adapters, ControlNets, IP-Adapters and a learned sampler."""
     model, folder = _models("sd15"), tmp_path_factory.mktemp
     write_sampler(folders := folder("samplers"), model)
     model = loras.with_folder(model, loras.write_folder(folder("loras"), model))

@@ -1,134 +1,43 @@
-"""Captures: the state of a request's images between two steps, from which an engine continues them with the same bytes.
-
-A capture holds what the preparation of an image cannot compute again: latents, sampler history, positions of the noise
-streams, DeepCache features, and how far the image is. Everything else (texts, masks, adapters) comes from the request.
-"""
+"""Captures the images of requests between two steps, and continues captured images with the same bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
 
-from diffserve.api.tensor_values import TensorValue
-from diffserve.api.types import Captured, GenerationRequest, ModelInfo, Picture
+from diffserve.api.types import Captured, GenerationRequest, ModelInfo
 from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.caches import image_key
+from diffserve.engine.image.capture_format import (
+    VERSION,
+    CaptureError,
+    ImageCapture,
+    PendingImage,
+    RequestCapture,
+    decode_capture,
+    describe_model,
+    encode_capture,
+    kind_of_device,
+)
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
-from diffserve.runtime.text.transferred_encodings import to_tensor, to_value
+from diffserve.runtime.text.transferred_encodings import to_tensor
 from diffserve.runtime.threads import pool_of_threads
-from diffserve.runtime.transfer import Fetched, fetch
-from diffserve.version import __version__
-
-FORMAT: Final = 1
-VERSION: Final = f"diffserve {__version__}, torch {torch.__version__}, format {FORMAT}"
-CHECKSUM_BYTES: Final = 4
+from diffserve.runtime.transfer import fetch
 
 logger = logging.getLogger(__name__)
 
 
-class CaptureRefused(Exception):
-    """Reason why images do not continue from a capture but start at their first step."""
-
-
-class ImageCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one image between two rows of its step table.
-
-    Attributes:
-        key: Digest of everything that the image depends on, except for the code.
-        row_index: Next row of the step table; the number of rows for latents that are to be decoded.
-        num_evaluations: UNet rows run so far.
-        is_compiled: Whether compiled calls run its rows.
-        similarity: Similarity of the prompt whose latents it started from; ``None``: it started from noise.
-        skipped_steps: Steps that it skipped because of that.
-        first_pass: Image of the first pass, for an image in the second pass of hires fix.
-        streams: For each noise stream the state of its generator, empty for noise of the device, and its next draw.
-        latents: (C, h, w) float32; ``None`` for a pass without a finished row, which starts as the request says.
-        history: (HISTORY, C, h, w) float32.
-        features: Features (F, h, w) by part and view of the row, where the next row is shallow.
-    """
-
-    key: bytes
-    row_index: int
-    num_evaluations: int
-    is_compiled: bool
-    similarity: float | None
-    skipped_steps: int
-    first_pass: Picture | None
-    streams: tuple[tuple[bytes, int | None], ...] = ()
-    latents: TensorValue | None = None
-    history: TensorValue | None = None
-    features: tuple[tuple[int, int, TensorValue], ...] = ()
-
-
-class RequestCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the images of a request, by image index; images that have not begun are missing.
-
-    Attributes:
-        version: Versions of the code that computes the images.
-        model: Description of the model, its precision and its kind of device.
-        seed: Seed of image 0, which the request may leave to the engine.
-        variation_seed: Variation seed of image 0, likewise; ``None`` without variation.
-    """
-
-    version: str
-    model: str
-    seed: int
-    variation_seed: int | None
-    images: dict[int, ImageCapture]
-
-
-_decoder = msgspec.msgpack.Decoder(RequestCapture)
-
-
-def encode_capture(capture: RequestCapture) -> bytes:
-    """Serialize ``capture`` as a CRC-32 and msgpack."""
-    body = msgspec.msgpack.encode(capture)
-    return zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "big") + body
-
-
-def decode_capture(data: bytes, info: ModelInfo) -> RequestCapture:
-    """Deserialize a capture for the model ``info``.
-
-    Raises:
-        CaptureRefused: It is damaged, or of another version or model.
-    """
-    body = memoryview(data)[CHECKSUM_BYTES:]
-    if zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "big") != data[:CHECKSUM_BYTES]:
-        raise CaptureRefused(f"its {len(data)} bytes are damaged")
-    try:
-        capture = _decoder.decode(body)
-    except msgspec.MsgspecError as error:  # written by another version
-        raise CaptureRefused(f"it cannot be read: {error}") from None
-    for what, is_, expected in (("version", capture.version, VERSION), ("model", capture.model, describe_model(info))):
-        if is_ != expected:
-            raise CaptureRefused(f"its {what} is {is_!r}, and here {expected!r}")
-    return capture
-
-
-def describe_model(info: ModelInfo) -> str:
-    """Return what must be equal of two models for images to continue: weights, precision and kind of device."""
-    refiner = f" with {info.refiner}" if info.refiner else ""
-    return f"{info.model_id} {info.digest} {info.dtype} on {_kind_of_device(info)}{refiner}"
-
-
-def _kind_of_device(info: ModelInfo) -> str:
-    return info.device.partition(":")[0]
-
-
 def digest_of(task: ImageTask, info: ModelInfo) -> bytes:
     """Return the SHA-256 of everything that the image of ``task`` depends on, with the defaults of this engine."""
-    key = image_key(task, replace(info, device=_kind_of_device(info)))
+    key = image_key(task, replace(info, device=kind_of_device(info)))
     recipe = task.live.settings.recipe() | {"variation_seed": None}  # the seed of this image is in the key
     return hashlib.sha256(key + msgspec.msgpack.encode(recipe)).digest()
 
@@ -144,7 +53,7 @@ def admit_resumed(
     data, request = request.resume_from or b"", replace(request, resume_from=None)
     try:
         capture = decode_capture(data, info)
-    except CaptureRefused as reason:
+    except CaptureError as reason:
         log_refusal(request.request_id, reason)
         return admit(request)
     seed = capture.seed if request.seed is None else request.seed
@@ -157,34 +66,13 @@ def admit_resumed(
         if image is not None and image.key == digest_of(task, info):
             task.resume(image)
         elif image is not None:
-            log_refusal(request.request_id, CaptureRefused(f"image {task.image_index} is of another request"))
+            log_refusal(request.request_id, CaptureError(f"image {task.image_index} is of another request"))
     return live
 
 
-def log_refusal(request_id: str, reason: CaptureRefused) -> None:
+def log_refusal(request_id: str, reason: CaptureError) -> None:
     """Log why images of a request start at their first step."""
     logger.warning("a captured state is not used: %s", reason, extra={"request_id": request_id})
-
-
-class PendingImage(NamedTuple):
-    """A capture without tensors, and its tensors on their way to main memory."""
-
-    capture: ImageCapture
-    latents: Fetched | None = None
-    history: Fetched | None = None
-    features: tuple[tuple[int, int, Fetched], ...] = ()
-
-    def read(self) -> ImageCapture | None:
-        """Return the capture, waiting for its tensors; ``None`` if the latents are not finite."""
-        if self.latents is None or self.history is None:
-            return self.capture
-        latents = self.latents.read()
-        if not np.isfinite(latents.numpy()).all():
-            return None
-        features = tuple((part, view, to_value(fetched.read())) for part, view, fetched in self.features)
-        return replace(
-            self.capture, latents=to_value(latents), history=to_value(self.history.read()), features=features
-        )
 
 
 class Captures:
@@ -222,14 +110,12 @@ class Captures:
             every_s = live.request.capture_every_s
             if not every_s or request_id in self._encoding or not live.has_started:
                 continue
-            if live.captured_s is None:
-                live.captured_s = now_s
-            elif now_s - live.captured_s >= every_s and self._begin(live):
+            if live.captured_s is None or (now_s - live.captured_s >= every_s and self._begin(live)):
                 live.captured_s = now_s
         return events
 
     def keep_finished(self, plan: TickPlan, outcome: TickOutcome) -> None:
-        """Keep the final latents of images that ``plan`` finishes, for captures of the other images of their request."""
+        """Keep the final latents of images that ``plan`` finishes, for later captures of their requests."""
         for task in plan.rows:
             is_captured = task.live.request.capture_every_s > 0.0 and len(task.live.tasks) > 1
             if is_captured and task.is_last_row and task.settings.second is None and task not in outcome.failures:
@@ -239,7 +125,7 @@ class Captures:
         """Continue a prepared image, whose calls are those of ``group``, from its capture.
 
         Raises:
-            CaptureRefused: The calls of the image were compiled, and those of ``group`` are not.
+            CaptureError: The calls of the image were compiled, and those of ``group`` are not.
         """
         capture, state = task.resume_from, task.loaded_state
         assert capture is not None
@@ -247,7 +133,7 @@ class Captures:
         if capture.latents is None or capture.history is None:
             return
         if capture.is_compiled and not group.is_compiled and capture.row_index < task.settings.num_rows:
-            raise CaptureRefused("its UNet calls were compiled, and here they are not")
+            raise CaptureError("its UNet calls were compiled, and here they are not")
         assert task.slot is not None
         device = self.pool.device
         self.pool.open(task.slot, to_tensor(capture.latents, device), to_tensor(capture.history, device))
@@ -286,7 +172,7 @@ class Captures:
                 return None if task.resume_from is None else PendingImage(task.resume_from)
 
     def _of(self, task: ImageTask, num_further_rows: int = 0) -> PendingImage:
-        """Start copies of the state of ``task``, which ``num_further_rows`` rows were run for that it does not count."""
+        """Start copies of the state of ``task``, after ``num_further_rows`` rows that it does not count yet."""
         row_index = task.row_index + num_further_rows
         if task.capture_key is None:
             task.capture_key = digest_of(task, self.info)

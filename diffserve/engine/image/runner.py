@@ -15,7 +15,8 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LatentPool, UNetRows
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.caches import LatentCache
-from diffserve.engine.image.captures import CaptureRefused, Captures, log_refusal
+from diffserve.engine.image.capture_format import CaptureError
+from diffserve.engine.image.captures import Captures, log_refusal
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.decoder import ImageDecoder, LatentReader
 from diffserve.engine.image.preparer import Preparer
@@ -338,7 +339,7 @@ class ImageRunner:
             return group
         try:
             self.captures.restore(task, group)
-        except CaptureRefused as reason:
+        except CaptureError as reason:
             log_refusal(task.live.request_id, reason)
             task.restart()
             return self._open(task)

@@ -20,7 +20,7 @@ from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
 
 if TYPE_CHECKING:
-    from diffserve.engine.image.captures import ImageCapture, PendingImage
+    from diffserve.engine.image.capture_format import ImageCapture, PendingImage
     from diffserve.engine.image.state import ImageState
 
 PAINT_FROM = 128
