@@ -78,10 +78,10 @@ async def run_once(client: EngineClient, requests: list[GenerationRequest], *, i
     return Run(time.perf_counter() - started_s, cpu_s() - started_cpu_s, len(captures), sum(captures))
 
 
-def lost_percent(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Return the throughput lost by captures in percent: the median of ``pairs`` (with, without), and its 95 % range.
+def share_percent(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Return the share of a time that captures take, in percent: the median of ``pairs`` (with, without) and its range.
 
-    The range is that of the order statistics of a median: the k-th smallest and k-th largest value.
+    The range is the 95 % confidence interval of a median: the k-th smallest and the k-th largest value.
     """
     lost = sorted(100.0 * (1.0 - without / with_captures) for with_captures, without in pairs)
     rank = max(0, math.floor(len(lost) / 2 - 0.98 * math.sqrt(len(lost))))
@@ -118,8 +118,8 @@ async def measure(model: str, every_s: float, num_images: int, num_steps: int, r
         "wall_s": {name: summary([run.wall_s for run in runs[key]]) for key, name in ((True, "on"), (False, "off"))},
         "captures_per_run": num_captures / rounds,
         "bytes_per_capture": sum(run.capture_bytes for run in runs[True]) / max(1, num_captures),
-        "lost_throughput_percent": lost_percent([(on.wall_s, off.wall_s) for on, off in pairs]),
-        "more_cpu_time_percent": lost_percent([(on.cpu_s, off.cpu_s) for on, off in pairs]),
+        "lost_throughput_percent": share_percent([(on.wall_s, off.wall_s) for on, off in pairs]),
+        "share_of_cpu_time_percent": share_percent([(on.cpu_s, off.cpu_s) for on, off in pairs]),
     }
 
 
