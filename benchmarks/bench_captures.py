@@ -5,7 +5,8 @@
 
 An engine process runs the same requests in pairs of runs, one with ``[serve] checkpoint_every_s`` and one without, in
 alternating order. The CPU time of both processes is measured, too: other work on the machine disturbs it less than the
-wall time. One JSON document to stdout and to results/.
+wall time. An engine in this process then shows what a capture takes in its tick, and what its transfer takes. One JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.api.types import DiffusionParams, GenerationRequest
+from diffserve.api import ipc
+from diffserve.api.types import Captured, DiffusionParams, GenerationRequest
+from diffserve.engine import Engine
 from diffserve.service.engine.client import EngineClient
 from diffserve.settings.layers import load_settings
 
@@ -88,6 +91,29 @@ def share_percent(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     return {"median": statistics.median(lost), "low": lost[rank], "high": lost[-1 - rank], "pairs": len(lost)}
 
 
+def cost_of_capture(model: str, requests: list[GenerationRequest]) -> dict[str, float]:
+    """Return the mean milliseconds that a capture takes in the tick and for its frame, with a capture at every tick."""
+    engine = Engine.from_pretrained(model)
+    captures, durations_s = engine.runners.captures, list[float]()
+    capture_due = captures.capture_due
+
+    def timed(live_requests: Any, now_s: float) -> list[Captured]:
+        started_s = time.perf_counter()
+        events = capture_due(live_requests, now_s)
+        durations_s.append(time.perf_counter() - started_s)
+        return events
+
+    captures.capture_due = timed  # type: ignore[method-assign]
+    for request in requests:
+        engine.submit(replace(request, capture_every_s=1e-9))
+    events = [event for event in engine.events() if isinstance(event, Captured)]
+    started_s = time.perf_counter()
+    for event in events:
+        ipc.decode_report(ipc.frame(event)[ipc.HEADER.size :])
+    frame_s = time.perf_counter() - started_s
+    return {"in_tick_ms": 1e3 * sum(durations_s) / len(events), "frame_ms": 1e3 * frame_s / len(events)}
+
+
 async def measure(model: str, every_s: float, num_images: int, num_steps: int, rounds: int) -> dict[str, Any]:
     """Run the pairs and return the document."""
     with tempfile.TemporaryDirectory() as data_dir:
@@ -109,6 +135,7 @@ async def measure(model: str, every_s: float, num_images: int, num_steps: int, r
         assert client.info is not None
         document = head("captures", Path(model).name, client.info)
         await client.stop()
+    cost = cost_of_capture(model, requests)
     pairs = list(zip(runs[True], runs[False], strict=True))
     num_captures = sum(run.num_captures for run in runs[True])
     return document | {
@@ -118,6 +145,7 @@ async def measure(model: str, every_s: float, num_images: int, num_steps: int, r
         "wall_s": {name: summary([run.wall_s for run in runs[key]]) for key, name in ((True, "on"), (False, "off"))},
         "captures_per_run": num_captures / rounds,
         "bytes_per_capture": sum(run.capture_bytes for run in runs[True]) / max(1, num_captures),
+        "cost_of_capture": cost,
         "lost_throughput_percent": share_percent([(on.wall_s, off.wall_s) for on, off in pairs]),
         "share_of_cpu_time_percent": share_percent([(on.cpu_s, off.cpu_s) for on, off in pairs]),
     }
