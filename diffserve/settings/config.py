@@ -32,6 +32,7 @@ AUTO_STYLE = "auto"
 MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
+_HEADER = re.compile(r"[A-Za-z][A-Za-z0-9\-]{0,63}")
 _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -247,6 +248,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_backlog_s       seconds of waiting work per client, at the measured speed and in fair shares, above which
                         further requests are refused; the client's largest request does not count
     trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
+    trusted_user_header header in which these proxies name the user whom they authenticated, such as X-Forwarded-User;
+                        users need no key; "": none
     price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """
 
@@ -270,6 +273,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_size_px: int
     max_backlog_s: float
     trusted_proxies: tuple[str, ...]
+    trusted_user_header: str
     log_level: Literal["debug", "info", "warning", "error"]
     page: bool
     page_grace_s: float
@@ -312,6 +316,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "https://app.example.org, in lower case, with the port if it is not the default one."
             )
             _require(_ORIGIN.fullmatch(origin), message, "cors_origins")
+        header = self.trusted_user_header
+        message = f"trusted_user_header is {header[:80]!r}; give the name of a header, such as X-Forwarded-User."
+        _require(not header or _HEADER.fullmatch(header), message, "trusted_user_header")
+        message = "trusted_user_header is given without trusted_proxies; name the proxies that send it."
+        _require(not header or self.trusted_proxies, message, "trusted_user_header")
         for host in self.fetch_hosts:
             message = f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."
             _require(_FETCH_HOST.fullmatch(host), message, "fetch_hosts")

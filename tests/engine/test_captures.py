@@ -37,7 +37,7 @@ ROOM = 1 << 24
 CONTROL = {"controlnets": (Control("edges"),), "control_images": (controlnets.control_map(1),)}
 REFERENCE = {"references": (Reference("base"),), "reference_images": (controlnets.control_map(3, 80, 48),)}
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     **{sampler: {"sampler": sampler} for sampler in SAMPLERS},
     "learned": {"sampler": NAME, "num_steps": None, "spacing": None, "guidance_scale": None},
     "device noise": {"sampler": "euler_a", "noise_source": "device"},
@@ -66,7 +66,8 @@ def equipped(
     model = controlnets.with_folder(model, controlnets.write_folder(folder("controlnets"), model.unet.network))
     model = references.with_folder(model, references.write_folder(folder("references"), tiny_model("sd15")))
     profile = msgspec.structs.replace(model.profile, sampler_dir=str(folders))
-    return dataclasses.replace(model, profile=profile)
+    equipped: DiffusionModel = dataclasses.replace(model, profile=profile)
+    return equipped
 
 
 def captures_of(engine: Engine, request: GenerationRequest) -> tuple[list[bytes], list[ImageResult]]:
@@ -121,7 +122,7 @@ def check_resumes(open_engine: Callable[[], Engine], request: GenerationRequest,
 
 @pytest.mark.parametrize("name", CASES)
 def test_image_continues_with_the_same_bytes(name: str, equipped: DiffusionModel) -> None:
-    fields = {"sampler": "ddim", "seed": 5, "num_steps": 6, **CASES[name]}
+    fields = {"sampler": "ddim", "seed": 5, "num_steps": 6} | CASES[name]
     check_resumes(lambda: Engine(equipped, EngineConfig()), image_request("sd15", **fields))
 
 
@@ -185,7 +186,7 @@ def test_equal_requests_that_share_an_image_are_both_captured(make_engine: MakeE
     request = replace(image_request("sd15", "ddim", seed=5, num_steps=5), capture_every_s=ALWAYS)
     engine = make_engine(result_cache_bytes=ROOM)
     ids = [engine.submit(replace(request, request_id=name)) for name in ("leader", "follower")]
-    captures = {}
+    captures: dict[str, bytes] = {}
     while engine.has_work:
         captures |= {event.request_id: event.data for event in engine.tick() if isinstance(event, Captured)}
         time.sleep(0.002)

@@ -75,7 +75,7 @@ async def paint(engines: Any, order: GenerationRequest, watcher: Watcher, **opti
     """Return the image of ``order``."""
     async with engines.submit(order, watcher, is_whole=True, **options) as job:
         [picture] = [event.result.picture async for event in job if isinstance(event, ImageFinished)]
-    return picture  # type: ignore[no-any-return]
+    return picture
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -92,8 +92,13 @@ def test_request_of_a_killed_engine_continues_on_another_one(tiny_model: Callabl
         try:
             await wait_until(lambda: pool.num_ready == 2)
             expected = await paint(pool, request("undisturbed"), Watcher())
-            busy = lambda: max(pool.queue_costs(), key=pool.queue_costs().__getitem__)  # noqa: E731
-            watcher = Watcher(lambda: next(client.engine_id for client in pool.replicas if client.name == busy()))
+
+            def busy_pid() -> int | None:
+                costs = pool.queue_costs()
+                busiest: EngineClient = max(pool.replicas, key=lambda client: costs[client.name])
+                return busiest.engine_id
+
+            watcher = Watcher(busy_pid)
             assert await paint(pool, request("killed"), watcher) == expected
             watcher.check_resumed()
         finally:
