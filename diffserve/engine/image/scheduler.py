@@ -144,6 +144,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             if task.stage in (Stage.WAITING, Stage.ENLARGING):
                 task.group, task.stage = group, Stage.DENOISING
                 task.clock.prepare_s += outcome.prepare_s[task]
+                if task.row_index == task.settings.num_rows:  # it resumes with its final latents
+                    task.stage = Stage.DECODING
+                    task.clock.denoise_started_s = task.clock.denoise_ended_s = now_s
         for task in plan.rows:
             if task.stage is Stage.DENOISING:
                 events += self._advance(task, outcome)
