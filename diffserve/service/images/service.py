@@ -24,6 +24,7 @@ from diffserve.media.provenance import Marks
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.http.addresses import share_of
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.streams import Events
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.image_history import ImageHistory
@@ -76,7 +77,7 @@ class ImageChecks(NamedTuple):
         Raises:
             ConfigError: A setting cannot be used.
         """
-        return cls(Fetcher(settings.serve.fetch_hosts), Marks.of(settings.serve), Safety.of(settings))
+        return cls(Fetcher(OutgoingClient(settings.serve.fetch_hosts)), Marks.of(settings.serve), Safety.of(settings))
 
     def stop(self) -> None:
         """Stop the safety filter."""
