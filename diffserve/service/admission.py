@@ -22,6 +22,7 @@ from diffserve.api.sizes import enlarged_px, row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
 from diffserve.api.tiles import tiles_of
 from diffserve.api.types import (
+    FILTERS,
     Cancelled,
     DiffusionParams,
     Failed,
@@ -33,7 +34,8 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
-from diffserve.api.upscale_types import Upscaled
+from diffserve.api.upscale_types import Upscaled, upscale_work
+from diffserve.media.upscaling import canonical_upscaler
 from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
 from diffserve.service.http.addresses import Clients
@@ -369,6 +371,8 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
         second_prompts = prompts if params.hires_prompt is None else (params.hires_prompt,)
         step = _step_cost(params, info, second_px, second_prompts, is_second=True)
         work += params.second_strength(second_steps, is_tiled=is_tiled) * second_steps * per_step * step
+        if canonical_upscaler(params.hires_upscaler) not in FILTERS:
+            work += upscale_work(*size)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
     return request.num_painted * work * row
 

@@ -189,7 +189,8 @@ class SharedImages:
             settings.lora_digest
             + settings.control_digest
             + settings.reference_digest
-            + settings.sampler_digest.encode(),
+            + settings.sampler_digest.encode()
+            + settings.upscaler_digest,
         )
         image, leader = self.results.get(key), self._leaders.get(key)
         if image is not None:

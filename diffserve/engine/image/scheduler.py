@@ -140,6 +140,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         for task in outcome.postponed:
             if task.stage is Stage.WAITING and task.slot is not None:
                 self._queue.postpone(task, self._key(task))
+        for task, seconds in outcome.upscale_s.items():
+            task.clock.prepare_s += seconds
         for task, group in outcome.groups.items():
             if task.stage in (Stage.WAITING, Stage.ENLARGING):
                 task.group, task.stage = group, Stage.DENOISING
