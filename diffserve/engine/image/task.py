@@ -154,11 +154,18 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
         """Work of table row i, in UNet rows of the native size."""
-        controlled = self.controlled or ((),) * len(self.full)
-        rows = zip(self.full.tolist(), self.rows_at, controlled, strict=True)
+        none_active = ((),) * len(self.full)
+        controlled, referenced = self.controlled or none_active, self.referenced or none_active
+        rows = zip(self.full.tolist(), self.rows_at, controlled, referenced, strict=True)
         return tuple(
-            step_cost(1.0 if full else self.shallow_share, len(controls), num_rows=num_rows, row_cost=self.row_cost)
-            for full, num_rows, controls in rows
+            step_cost(
+                1.0 if full else self.shallow_share,
+                len(controls),
+                num_references=len(references),
+                num_rows=num_rows,
+                row_cost=self.row_cost,
+            )
+            for full, num_rows, controls, references in rows
         )
 
     @cached_property
