@@ -29,6 +29,7 @@ from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
 from diffserve.models.loras import Lora, check_loras, read_tags
+from diffserve.models.model_files import MAX_NAME_CHARS
 from diffserve.models.references import Reference, check_references
 from diffserve.models.vocabulary import FewestSteps, Vocabulary
 
@@ -150,7 +151,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hires_strength: Strength of the second pass, above 0 to 1 (painted anew); ``None``: see
             ``second_strength``.
         hires_steps: Steps of the second pass; ``None``: those of the first.
-        hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
+        hires_upscaler: Upscaler between the passes: one of ``FILTERS``, or an upscaler network by its name.
         hires_sampler: Sampler of the second pass, ``None``: that of the first.
         hires_schedule: Sigma schedule of the second pass; ``None``: that of the first.
         hires_prompt: Prompt of the second pass, without LoRA tags; ``None``: that of the first.
@@ -228,6 +229,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_references(self.references)
         for name in ("hires_prompt", "hires_negative_prompt"):
             check_chars(getattr(self, name) or "", MAX_PROMPT_CHARS, name)
+        check_chars(self.hires_upscaler, MAX_NAME_CHARS, "hires_upscaler")
         one_size = f"hires_scale is {self.hires_scale} and hires_size {self.hires_size!r}; give one of them."
         check(self.hires_scale is None or self.hires_size is None, one_size, "hires_size")
 

@@ -1,6 +1,7 @@
 """Pool whose stages (text encoding, denoising, decoding) run on different replicas.
 
     GenerationRequest --> encode --> denoise --> decode --> ImageFinished       texts, rewrites, embeddings --> encode
+                                                                                upscaling --> decode
 
 Data passes from stage to stage through this process as msgpack (:mod:`diffserve.api.stage_types`). Every stage has its
 own router and scaler. If a replica is lost, only its stage is repeated.
@@ -34,6 +35,7 @@ from diffserve.api.types import (
     ModelInfo,
     ServedModel,
 )
+from diffserve.api.upscale_types import UpscaleRequest
 from diffserve.cluster.config import ClusterConfig, settings_of
 from diffserve.cluster.pool import MAX_ATTEMPTS, RayPool, watch_replicas
 from diffserve.cluster.replica import Calls
@@ -140,9 +142,10 @@ class StagedPool:
         is_whole: bool = False,
         on_capture: OnCapture | None = None,
     ) -> Job[E]:
-        """Send an image request through all stages, and other requests to the encoding stage; see ``Engines``."""
+        """Send a request to its stage, an image request through all stages; see ``Engines``."""
         if not isinstance(request, GenerationRequest):
-            return self.encode.submit(request, watch, is_whole=is_whole)
+            stage = self.decode if isinstance(request, UpscaleRequest) else self.encode
+            return stage.submit(request, watch, is_whole=is_whole)
         self.require_ready()
         job = Job(cast(Asks[E], request), self.cancel, watch, is_whole=is_whole, on_capture=on_capture)
         staged = _StagedRequest(self, job, request, is_whole=is_whole, on_capture=on_capture)

@@ -19,6 +19,7 @@ from diffserve.engine.image.capture_format import VERSION, decode_capture, encod
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from diffserve.models.references import Reference
+from diffserve.models.upscalers import EMBEDDED_UPSCALER
 from diffserve.runtime import DiffusionModel
 from diffserve.settings.config import EngineConfig
 from schedulers import SAMPLERS
@@ -134,6 +135,10 @@ def test_other_models_continue_with_the_same_bytes(kind: str, make_engine: MakeE
 
 def test_both_passes_of_hires_fix_continue(make_engine: MakeEngine) -> None:
     check_resumes(make_engine, hires_request(sampler="euler_a"), number=7)
+
+
+def test_an_upscaler_network_between_the_passes_runs_again(make_engine: MakeEngine) -> None:
+    check_resumes(make_engine, hires_request(hires_upscaler=EMBEDDED_UPSCALER), number=7)
 
 
 def test_tiles_continue(make_engine: MakeEngine) -> None:

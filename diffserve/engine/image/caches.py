@@ -117,7 +117,8 @@ def image_key(task: ImageTask, info: ModelInfo) -> bytes:
     if request.image_prompts:
         request = replace(request, prompt=task.prompt, image_prompts=())
     adapters = settings.lora_digest + settings.control_digest + settings.reference_digest
-    return key_of(request, (task.seed, task.variation_seed), info, adapters + settings.sampler_digest.encode())
+    networks = settings.sampler_digest.encode() + settings.upscaler_digest
+    return key_of(request, (task.seed, task.variation_seed), info, adapters + networks)
 
 
 class BytesCache(LRUCache[K, Entry]):

@@ -164,12 +164,14 @@ class Captures:
         match task.stage:
             case _ if task.is_interrupted:
                 return None
+            case _ if task.resume_from is not None:  # not prepared yet
+                return PendingImage(task.resume_from)
             case Stage.DENOISING | Stage.DECODING | Stage.ENLARGING if task.slot is not None:
                 return self._of(task) if task.row_index or task.is_second else None
             case Stage.DONE | Stage.SCORING:
                 return task.final_capture
             case _:
-                return None if task.resume_from is None else PendingImage(task.resume_from)
+                return None
 
     def _of(self, task: ImageTask, num_further_rows: int = 0) -> PendingImage:
         """Start copies of the state of ``task``, after ``num_further_rows`` rows that it does not count yet."""

@@ -94,6 +94,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             check_loras=self.runners.loras.check,
             check_controlnets=lambda controls: self.runners.controlnets.check(controls),
             check_references=lambda references: self.runners.references.check(references),
+            check_upscaler=self.runners.upscalers.check_between_passes,
             may_decode=self.config.stage == "all",
             check_scores=scores.check if self.config.stage == "all" else refuse_best_of,
         )

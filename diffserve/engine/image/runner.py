@@ -37,6 +37,7 @@ from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, m
 from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
 from diffserve.runtime.unet.memory_format import set_memory_format
+from diffserve.runtime.upscaling.store import UpscalerStore
 from diffserve.runtime.vae.compiled import DecoderPackages
 from diffserve.settings.config import EngineConfig
 from schedulers.update import advance, guide, renoise, rescale_guided
@@ -119,6 +120,7 @@ class ImageRunner:
         self._experts = (base,) if self.refiner is None else (base, self.refiner)
         self.latent_cache = LatentCache(config.latent_cache_bytes)
         self.loras = LoRAStore(model, config.lora_bytes)
+        self.upscalers = UpscalerStore(model.info)
         refiner = None if self.refiner is None else self.refiner.conditioner
         self._preparer = Preparer(
             model,
@@ -128,6 +130,7 @@ class ImageRunner:
             self.loras,
             self.controlnets,
             self.references,
+            self.upscalers,
             refiner,
         )
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
@@ -294,16 +297,30 @@ class ImageRunner:
     def run(self, plan: TickPlan) -> TickOutcome:
         """Run ``plan``."""
         outcome = TickOutcome()
+        self._run_upscaler(plan.prepare, outcome)
+        ready = [task for task in plan.prepare if not task.awaits_upscaler and task not in outcome.failures]
         started_s = self.clock()
-        with self._preparer.together(plan.prepare):
+        with self._preparer.together(ready):
             together_s = self.clock() - started_s
-            for task in plan.prepare:
+            for task in ready:
                 self._prepare(task, outcome, together_s)
         if plan.rows:
             self._advance(plan, outcome)
         done = [task for task in plan.decode if task not in outcome.failures]
         self.decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
         return outcome
+
+    def _run_upscaler(self, tasks: Iterable[ImageTask], outcome: TickOutcome) -> None:
+        """Enlarge one tile of the first of ``tasks`` that awaits an upscaler network between its two passes."""
+        task = next((task for task in tasks if task.awaits_upscaler), None)
+        if task is None:
+            return
+        started_s = self.clock()
+        try:
+            self.caller.with_room(lambda: self._preparer.enlarge_tile(task))
+        except Exception as error:
+            outcome.failures[task] = failure_of(error, "upscaling this image")
+        outcome.upscale_s[task] = self.clock() - started_s
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
         """Prepare a newcomer, or postpone it if an earlier one lacked pages: small images do not overtake large ones.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
 from diffserve.api.tiles import TileLayout
-from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
+from diffserve.api.types import FILTERS, DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
 from diffserve.engine.image.prompt_steps import PromptSchedule, TextPair
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
@@ -22,6 +22,7 @@ from schedulers import StepTable
 if TYPE_CHECKING:
     from diffserve.engine.image.capture_format import ImageCapture, PendingImage
     from diffserve.engine.image.state import ImageState
+    from diffserve.runtime.upscaling.store import Enlargement
 
 PAINT_FROM = 128
 """Smallest mask value that is repainted (diffusers binarizes at one half)."""
@@ -81,6 +82,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         control_digest: Digest of the ControlNets; empty without any.
         reference_digest: Digest of the IP-Adapters of the references; empty without any.
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
+        upscaler_digest: Digest of the upscaler network between the passes of hires fix; empty for a filter.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         referenced: Indices of the active references for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
@@ -105,6 +107,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     control_digest: bytes = b""
     reference_digest: bytes = b""
     sampler_digest: str = ""
+    upscaler_digest: bytes = b""
     controlled: tuple[tuple[int, ...], ...] = ()
     referenced: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
@@ -152,11 +155,18 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
         """Work of table row i, in UNet rows of the native size."""
-        controlled = self.controlled or ((),) * len(self.full)
-        rows = zip(self.full.tolist(), self.rows_at, controlled, strict=True)
+        none_active = ((),) * len(self.full)
+        controlled, referenced = self.controlled or none_active, self.referenced or none_active
+        rows = zip(self.full.tolist(), self.rows_at, controlled, referenced, strict=True)
         return tuple(
-            step_cost(1.0 if full else self.shallow_share, len(controls), num_rows=num_rows, row_cost=self.row_cost)
-            for full, num_rows, controls in rows
+            step_cost(
+                1.0 if full else self.shallow_share,
+                len(controls),
+                num_references=len(references),
+                num_rows=num_rows,
+                row_cost=self.row_cost,
+            )
+            for full, num_rows, controls, references in rows
         )
 
     @cached_property
@@ -267,6 +277,8 @@ class ImageTask:
         resume_from: State that it continues from once it is prepared.
         capture_key: Digest that names the image in its captures, once it is computed.
         final_capture: Its final latents, if other images of its request are captured.
+        enlargement: Tiles of that image, while an upscaler network enlarges it.
+        enlarged: That image as an upscaler network has enlarged it.
     """
 
     live: LiveRequest
@@ -290,6 +302,8 @@ class ImageTask:
     resume_from: ImageCapture | None = None
     capture_key: bytes | None = None
     final_capture: PendingImage | None = None
+    enlargement: Enlargement | None = None
+    enlarged: Picture | None = None
 
     def __post_init__(self) -> None:
         settings = self.live.image_settings
@@ -316,6 +330,7 @@ class ImageTask:
             self.loaded_state.close()
         self.state = self.group = self.refined_group = None
         self.first_pass = self.first_settings = self.similarity = self.resume_from = None
+        self.enlargement = self.enlarged = None
         self.row_index = self.num_evaluations = 0
         self.__post_init__()
 
@@ -328,6 +343,12 @@ class ImageTask:
     def is_second(self) -> bool:
         """Whether the image is in the second pass of hires fix."""
         return self.first_pass is not None
+
+    @property
+    def awaits_upscaler(self) -> bool:
+        """Whether an upscaler network has to enlarge the image of the first pass before the second can begin."""
+        is_enlarged = self.first_pass is None or self.enlarged is not None or self.is_interrupted
+        return not is_enlarged and self.live.settings.hires_upscaler not in FILTERS
 
     def begin_second(self, first_pass: Picture) -> None:
         """Go on to the second pass of hires fix, which starts from the image of the first."""
@@ -596,6 +617,7 @@ class TickOutcome:
         pictures: Decoded images, (height_px, width_px, 3) uint8.
         previews: Previews of this step or an earlier one, as the device delivers them.
         latents: (C, h, w) float32, for requests that want them.
+        upscale_s: Seconds that an upscaler network took for a tile of an image between its two passes.
         task_of_row: Images of ``calls`` by request id and index at the start of the calls; another image may take one
             over meanwhile.
     """
@@ -607,6 +629,7 @@ class TickOutcome:
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
     prepare_s: dict[ImageTask, float] = field(default_factory=dict)
+    upscale_s: dict[ImageTask, float] = field(default_factory=dict)
     decode_s: dict[ImageTask, float] = field(default_factory=dict)
     rows_started_s: float = 0.0
     rows_ended_s: float = 0.0

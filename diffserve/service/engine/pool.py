@@ -36,7 +36,7 @@ from diffserve.api.types import (
     Queued,
     ServedModel,
 )
-from diffserve.api.upscale_types import UpscaleRequest
+from diffserve.api.upscale_types import UpscaleRequest, upscale_work
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.engine.engines import END_OF_JOB, EngineHost, Job, OnCapture, Watch, capturing, refuse_unready
 from diffserve.service.engine.router import ReplicaQueue, RoutedRequest, Router, route_needs
@@ -48,9 +48,6 @@ STATS_TIMEOUT_S: Final = 0.4
 
 ROWS_PER_TOKEN: Final = 1 / 16
 """Approximate cost of a text token in UNet rows; only the comparison of queues depends on it."""
-
-PIXELS_PER_ROW: Final = 16_384
-"""Pixels of an image whose upscaling costs about as much as a UNet row; only the comparison of queues depends on it."""
 
 CHARS_PER_TOKEN: Final = 4
 REPEATABLE_EVENTS: Final = (Accepted, Queued, Progress, Preview, Captured, TextAccepted)
@@ -384,7 +381,7 @@ class ReplicaPool(Generic[R]):
             case EmbeddingRequest():
                 num_tokens = sum(map(len, request.texts)) / CHARS_PER_TOKEN + sum(map(len, request.token_ids))
             case UpscaleRequest(image=image):
-                return max(1.0, image.width_px * image.height_px / PIXELS_PER_ROW), 1
+                return upscale_work(image.width_px, image.height_px), 1
             case _:  # one stage of an image
                 num_tokens = 0.0
         return max(1.0, ROWS_PER_TOKEN * num_tokens), 1
