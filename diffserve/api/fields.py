@@ -393,7 +393,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     ),
     "hires_upscaler": RequestField(
         type=str,
-        help="Upscaler between the passes of hires fix: lanczos or nearest.",
+        help="Upscaler between the passes of hires fix: lanczos, nearest or a network of /v1/models.",
         default="lanczos",
         absent="lanczos",
         label="Hires upscaler",

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from diffserve.media.infotext_recipe import KEYS
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.image_store import ImageStore, StoredImage
 from diffserve.service.stored.owners import Owners
+from diffserve.store.errors import StoreError
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
 
@@ -108,7 +108,7 @@ class ImageHistory:
 
         Raises:
             OSError: The file cannot be written; nothing is stored.
-            sqlite3.Error: The entry cannot be written; nothing is stored.
+            StoreError: The entry cannot be written; nothing is stored.
         """
         folder = self._pictures.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ class HistoryWriter:
         def add() -> None:
             try:
                 self._history.add(entry_id, self._owner, file, name, words, model, recipe)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, StoreError) as error:
                 log.error("an image could not be recorded in the history", extra={"reason": str(error)})
 
         self._history.begin(add, len(file))

@@ -21,9 +21,11 @@ from diffserve.logs import reason_of
 from diffserve.media import images
 from diffserve.media.decoders import ImageDecoder, ImageReader, shared_decoders
 from diffserve.media.provenance import Marks
+from diffserve.models.upscalers import UpscalerFolders
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.http.addresses import share_of
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.streams import Events
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.image_history import HistoryWriter, ImageHistory
@@ -76,7 +78,7 @@ class ImageChecks(NamedTuple):
         Raises:
             ConfigError: A setting cannot be used.
         """
-        return cls(Fetcher(settings.serve.fetch_hosts), Marks.of(settings.serve), Safety.of(settings))
+        return cls(Fetcher(OutgoingClient(settings.serve.fetch_hosts)), Marks.of(settings.serve), Safety.of(settings))
 
     def stop(self) -> None:
         """Stop the safety filter."""
@@ -141,6 +143,10 @@ class ImageService:
         except DiffserveError:
             return []
         return refused_fields(info, keeps_latents=True)
+
+    def upscaler_networks(self) -> list[str]:
+        """Return the names of the upscaler networks; this reads their folders, so call it in a thread."""
+        return list(UpscalerFolders(self.model(None).upscaler_dir).usable())
 
     def is_world_model(self, name: str | None) -> bool:
         """Return whether a model generates scenes of the embedded model's image world."""
