@@ -27,7 +27,8 @@ SELECT: Final = "Select one or more images; Shift selects all between two."
 DELETE: Final = "Delete"
 REPORT_SELECTION: Final = """let last = null;
 element.addEventListener('click', ({ target, shiftKey }) => {
-    const boxes = [...element.querySelectorAll('[data-id] input')], at = boxes.indexOf(target), from = boxes.indexOf(last);
+    const boxes = [...element.querySelectorAll('[data-id] input')];
+    const [at, from] = [boxes.indexOf(target), boxes.indexOf(last)];
     if (at < 0) return;
     if (shiftKey && from >= 0) {
         for (const box of boxes.slice(Math.min(at, from), Math.max(at, from) + 1)) box.checked = target.checked;

@@ -59,7 +59,7 @@ def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[Bro
 def equipped_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """Start a server of the embedded model with adapters of every kind, and of a model "plain" with an open vocabulary."""
+    """Start a server of the embedded model with adapters of all kinds, and of the tiny model "plain"."""
     folder = tmp_path_factory.mktemp("equipped")
     references = write_references(folder / "references", EMBEDDED_DIRECTORY)
     unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(EMBEDDED_DIRECTORY / "unet"))

@@ -230,8 +230,8 @@ def with_lora(name: str | None, strength: float | None, used: str | None) -> str
     if not name:
         return used or ""
     parts = [part.strip() for part in (used or "").split(",")]
-    others = [part for part in parts if part and part.partition(":")[0] != name]
-    return ", ".join([*others, f"{name}:{1 if strength is None else strength:g}"])
+    other_loras = [part for part in parts if part and part.partition(":")[0] != name]
+    return ", ".join([*other_loras, f"{name}:{1 if strength is None else strength:g}"])
 
 
 def word_buttons(title: str, words: Sequence[str]) -> str:
