@@ -52,9 +52,10 @@ def test_the_selected_image_is_upscaled_and_kept_in_the_history(
     here.expect_caption("pixels")
     expect(here.part("caption").get_by_role("alert")).to_be_visible()  # too large
     here.page.get_by_role("tab", name="History").click()
+    images = here.part("history-grid").locator(".thumbnail-item")
+    expect(images.first).to_be_visible()
     here.write("history-words", "walrus")
     here.press("history-go")
-    images = here.part("history-grid").locator(".thumbnail-item")
     expect(images).to_have_count(5)
     images.nth(1).click()
     here.expect_text("history-said", "a walrus in the snow.*embedded-4x, 512x512, seed 41")

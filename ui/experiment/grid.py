@@ -87,7 +87,7 @@ def grid(
 
 def _value(cell: Cell, field: str) -> Value | None:
     """Return the value of a cell on the axis ``field``; None if it has none."""
-    main = {STEPS: cell.num_steps, SAMPLER: cell.sampler, GUIDANCE: cell.guidance_scale}
+    main: dict[str, Value] = {STEPS: cell.num_steps, SAMPLER: cell.sampler, GUIDANCE: cell.guidance_scale}
     return main[field] if field in main else dict(cell.settings).get(field)
 
 
