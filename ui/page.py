@@ -85,7 +85,9 @@ def build(server: Server) -> PageBlocks:
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
         arrived = _greet(page, server, visitors, creating, tab, about, leaving)
-        arrived.then(starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
+        arrived.then(
+            starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE
+        )
         arrived.then(referring.show, fields.model, tab.settings.references.listing, **PRIVATE)
         arrived.then(js="() => diffserve.goOn()", **SILENT)
         page.unload(leave)
