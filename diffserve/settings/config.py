@@ -318,9 +318,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         header = self.trusted_user_header
         message = f"trusted_user_header is {header[:80]!r}; give the name of a header, such as X-Forwarded-User."
         _require(not header or _HEADER.fullmatch(header), message, "trusted_user_header")
-        message = (
-            "trusted_user_header is given without trusted_proxies; name the proxies that send it."
-        )
+        message = "trusted_user_header is given without trusted_proxies; name the proxies that send it."
         _require(not header or self.trusted_proxies, message, "trusted_user_header")
         for host in self.fetch_hosts:
             message = f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."

@@ -251,7 +251,8 @@ def find_row(connection: Connection, kind: type[Entry], table: Table, **equal: s
 
 def read_row(kind: type[Entry], row: Row[Any]) -> Entry:
     """Convert a row of a table to ``kind``."""
-    values = {name: row._mapping[name] for name in kind.__struct_fields__}
+    columns = row._asdict()
+    values = {name: columns[name] for name in kind.__struct_fields__}
     return kind(**values | {name: msgspec.json.decode(values[name]) for name in _json_columns(kind)})
 
 
