@@ -68,7 +68,11 @@ class Database:
             if not url:
                 os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._engines = postgresql_engines(url) if url else sqlite_engines(self.file)
-            self._open(hide_password(url))
+            try:
+                self._open(hide_password(url))
+            except BaseException:
+                self.close()
+                raise
         except OSError as error:
             where = folder if url else self.file
             message = f"{where} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
