@@ -23,6 +23,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.outputs import name_after, plan_outputs, write_output
 from diffserve.media.images import decode_image, read_infotext
+from tests.engine.references import BASE, write_folder
+from tests.upscalers import write_upscaler
 
 LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms per step, [\d.]+ s in total"
 
@@ -407,6 +409,31 @@ def test_doctor_reports_device_model_memory_and_origins(run: Run, model: Path, t
     assert re.search(r"^peak, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")
+
+
+def test_doctor_lists_the_files_that_requests_can_name_and_why_some_are_refused(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "references").mkdir()
+    write_folder(tmp_path / "references", model)
+    write_upscaler(tmp_path / "upscalers" / "own.safetensors")
+    (tmp_path / "upscalers" / "old.pth").write_bytes(b"anything")
+    (tmp_path / "controlnets").mkdir()
+    (tmp_path / "controlnets" / "single.safetensors").write_bytes(b"anything")
+    for name, lines in (("color", "red\nblue\n"), ("empty", "\n")):
+        (tmp_path / "wildcards").mkdir(exist_ok=True)
+        (tmp_path / "wildcards" / f"{name}.txt").write_text(lines)
+    kinds = ("reference", "upscaler", "controlnet", "wildcard")
+    folders = [text for kind in kinds for text in (f"--{kind}-dir", tmp_path / f"{kind}s")]
+    outcome = run("doctor", "--model", model, "--device", "cpu", *folders)
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = [line.split(maxsplit=2) for line in outcome.out.splitlines()]
+    listed = {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
+    assert listed["references", BASE] == listed["upscalers", "own"] == listed["upscalers", "embedded-4x"] == "usable"
+    assert listed["wildcards", "color"] == "usable"
+    assert listed["upscalers", "old"].startswith("refused: is a pickle")
+    assert listed["controlnets", "single"].startswith("refused: ")
+    assert listed["wildcards", "empty"].startswith("refused: the template names __empty__; its file has no lines")
 
 
 def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from diffserve.api.types import (
     Picture,
 )
 from diffserve.media.images import resize, stretch
-from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
+from diffserve.models import controlnets, references
+from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.references import MAX_EDGE_PX
 
 MIN_SIDE_PX = 64
@@ -94,17 +95,21 @@ def row_cost(info: ModelInfo, width_px: int, height_px: int) -> float:
     return width_px * height_px / (native_width_px * native_height_px)
 
 
-def step_cost(unet_share: float, num_controls: float, *, num_rows: float, row_cost: float) -> float:
+def step_cost(
+    unet_share: float, num_controls: float, *, num_references: float = 0.0, num_rows: float, row_cost: float
+) -> float:
     """Return the work of one row of a step table, in UNet rows of the native size.
 
     Args:
         unet_share: Share of the UNet that runs: 1 for all of it, less for its shallow part; a mean for an estimate.
         num_controls: Number of ControlNets that run with it; a mean for an estimate.
+        num_references: Number of reference images that it reads; a mean for an estimate.
         num_rows: UNet rows of the step: 1, or 2 with guidance, and more for a prompt of several parts; a mean for an
             estimate.
         row_cost: Work of a UNet row of the image's size, from ``row_cost``.
     """
-    return (unet_share + WORK_SHARE * num_controls) * num_rows * row_cost
+    adapters = controlnets.WORK_SHARE * num_controls + references.WORK_SHARE * num_references
+    return (unet_share + adapters) * num_rows * row_cost
 
 
 def parse_size(text: str) -> tuple[int, int] | None:

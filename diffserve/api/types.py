@@ -29,6 +29,7 @@ from diffserve.api.prompt_schedule import texts_read
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
 from diffserve.models.loras import Lora, check_loras, read_tags
+from diffserve.models.model_files import MAX_NAME_CHARS
 from diffserve.models.references import Reference, check_references
 from diffserve.models.vocabulary import FewestSteps, Vocabulary
 
@@ -150,7 +151,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hires_strength: Strength of the second pass, above 0 to 1 (painted anew); ``None``: see
             ``second_strength``.
         hires_steps: Steps of the second pass; ``None``: those of the first.
-        hires_upscaler: Name of the upscaler, see ``diffserve.media.upscaling``.
+        hires_upscaler: Upscaler between the passes: one of ``FILTERS``, or an upscaler network by its name.
         hires_sampler: Sampler of the second pass, ``None``: that of the first.
         hires_schedule: Sigma schedule of the second pass; ``None``: that of the first.
         hires_prompt: Prompt of the second pass, without LoRA tags; ``None``: that of the first.
@@ -228,6 +229,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_references(self.references)
         for name in ("hires_prompt", "hires_negative_prompt"):
             check_chars(getattr(self, name) or "", MAX_PROMPT_CHARS, name)
+        check_chars(self.hires_upscaler, MAX_NAME_CHARS, "hires_upscaler")
         one_size = f"hires_scale is {self.hires_scale} and hires_size {self.hires_size!r}; give one of them."
         check(self.hires_scale is None or self.hires_size is None, one_size, "hires_size")
 
@@ -335,6 +337,9 @@ class GenerationRequest(
         image_prompts: Prompt of each image, with the same LoRA tags in all, if they differ; ``prompt`` is then the
             first of them.
         template: Template that the prompts were resolved from (``models.templates``), for the parameters; "": none.
+        capture_every_s: Seconds between ``Captured`` events of unfinished images; 0: none.
+        resume_from: State of the images in an earlier ``Captured`` event of the same request, from which they continue.
+            A state of another request, model or version is ignored: the images then start at their first step.
     """
 
     prompt: str
@@ -362,6 +367,8 @@ class GenerationRequest(
     encodings: Encodings | None = None
     image_prompts: tuple[str, ...] = ()
     template: str = ""
+    capture_every_s: float = 0.0
+    resume_from: bytes | None = None
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
@@ -387,6 +394,8 @@ class GenerationRequest(
         self._check_seed("seed", self.seed, 0 if has_variation else self.num_painted - 1)
         self._check_seed("variation_seed", self.diffusion.variation_seed, self.num_painted - 1)
         check(self.preview_every >= 0, f"preview_every is {self.preview_every}; give 0 or more.", "preview_every")
+        every_s = self.capture_every_s
+        check(every_s >= 0.0, f"capture_every_s is {every_s}; give seconds, or 0 for never.", "capture_every_s")
         check(
             self.mask_image is None or self.init_image is not None,
             "a mask was given without an image to inpaint; give init_image too.",
@@ -675,6 +684,12 @@ class Preview(RequestEvent, frozen=True, kw_only=True):
     picture: Picture
 
 
+class Captured(RequestEvent, frozen=True, kw_only=True):
+    """The state of all images of the request between two steps, for ``GenerationRequest.resume_from``."""
+
+    data: bytes
+
+
 class ImageFinished(RequestEvent, frozen=True, kw_only=True):
     """An image of the request is finished."""
 
@@ -708,7 +723,7 @@ class Cancelled(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the request was cancelled and its lanes are free."""
 
 
-Event = Accepted | Queued | Progress | Preview | ImageFinished | ImageFailed | Finished | Failed | Cancelled
+Event = Accepted | Queued | Progress | Preview | Captured | ImageFinished | ImageFailed | Finished | Failed | Cancelled
 TERMINAL = (Finished, Failed, Cancelled)
 
 

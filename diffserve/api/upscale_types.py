@@ -25,6 +25,8 @@ MAX_OUTPUT_PIXELS: Final = 4096 * 4096
 """Largest upscaled image, before and after it is resized to the requested size."""
 
 MAX_FACTOR: Final = 16.0
+PIXELS_PER_ROW: Final = 16_384
+"""Pixels of an image whose upscaling counts as a UNet row in the limits of the queue."""
 
 
 class UpscaleRequest(
@@ -97,3 +99,8 @@ def check_output_size(width_px: int, height_px: int, param: str) -> None:
         "possible, choose a smaller image, scale or size."
     )
     check(width_px * height_px <= MAX_OUTPUT_PIXELS, message, param)
+
+
+def upscale_work(width_px: int, height_px: int) -> float:
+    """Return the cost of upscaling an image by a network, in UNet rows of the native size."""
+    return max(1.0, width_px * height_px / PIXELS_PER_ROW)

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diffserve.api.bounds import check
-from diffserve.api.errors import DiffserveError
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.passwords import hide_password
+from diffserve.cli.names import FIELDS
 from diffserve.disk_cache import DiskCache
 from diffserve.media.provenance import Marks
 from diffserve.models.profiles import find_few_step
+from diffserve.models.templates import Wildcards
 from diffserve.rewriting import find_rewriter, load_style
 from diffserve.rewriting.style import EMBEDDED
 from diffserve.service.http.keys import ENV_KEY
+from diffserve.service.models import image_capabilities
 from diffserve.service.run import check_open, open_ring, open_store
 from diffserve.service.safety import Safety
 from diffserve.settings.config import AUTO_STYLE, EngineConfig, Settings
@@ -88,6 +91,7 @@ def run(settings: Settings, gpu: str | None = None, large: tuple[int, int] | Non
         load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
         model = load(profile.path, device_map=settings.engine.device_map, profile=profile, cache=cache)
     _section(console, "model", _model(model, location_of(profile.path)))
+    _section(console, "files that requests can name", _files(model, settings), headings=("kind", "name", "status"))
     _section(console, "UNet calls", _unet_calls(model, settings))
     left = model.unquantized_layers()
     if left:
@@ -204,6 +208,21 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
         yield "learned words", ", ".join(info.learnt_words)
     for word, problem in info.refused_words.items():
         yield "skipped word", f"{word}: {problem}"
+
+
+def _files(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str, str]]:
+    """Yield kind, name and status of each adapter, upscaler and file of wildcards."""
+    capabilities, wildcards = image_capabilities(model.info, settings.serve), Wildcards(model.info.wildcard_dir)
+    for kind in ("loras", "controlnets", "references", "upscalers"):
+        names, refused = FIELDS[kind]
+        yield from ((kind, name, "usable") for name in capabilities[names])
+        yield from ((kind, name, f"refused: {reason}") for name, reason in capabilities[refused].items())
+    for name in wildcards.names():
+        try:
+            wildcards.lines(name)
+            yield "wildcards", name, "usable"
+        except InvalidRequest as error:
+            yield "wildcards", name, f"refused: {error.message}"
 
 
 def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str]]:

@@ -37,6 +37,8 @@ from diffserve.client import (
 )
 from diffserve.media.images import decode_image, format_of
 from diffserve.media.infotext import seeds_text
+from diffserve.models.references import MAX_REFERENCES
+from diffserve.models.references import MAX_SCALE as MAX_REFERENCE_SCALE
 from diffserve.service.images.inputs import image_bytes
 from diffserve.version import __version__
 
@@ -78,6 +80,19 @@ Rewrite = Annotated[
 InputImage = Annotated[
     str,
     Field(description="Name of an image that these tools generated, or a PNG, JPEG or WebP as base64 or data URL."),
+]
+References = Annotated[
+    list[str] | None,
+    Field(
+        description="Images whose content or style the new image follows (IP-Adapter), each given like an input image.",
+        max_length=MAX_REFERENCES,
+    ),
+]
+ReferenceScale = Annotated[
+    float | None, Field(description="Influence of the references. Default: 1.", ge=0, le=MAX_REFERENCE_SCALE)
+]
+ReferenceAdapter = Annotated[
+    str | None, Field(description="IP-Adapter that reads the references. Default: the only one that fits the model.")
 ]
 
 
@@ -147,12 +162,16 @@ class Tools:
         sampler: Annotated[str | None, Field(description="Sampler, such as euler, ddim, dpmpp_2m or unipc.")] = None,
         model: Model = None,
         prompt_rewriter: Rewrite = "off",
+        references: References = None,
+        reference_scale: ReferenceScale = None,
+        reference_adapter: ReferenceAdapter = None,
     ) -> Annotated[CallToolResult, ToolImages]:
         """Generate images from a text prompt."""
         fields = without_none(
             negative_prompt=negative_prompt or None, size=size, n=n, seed=seed, num_inference_steps=steps,
             guidance_scale=guidance_scale, sampler=sampler, model=model, prompt_rewriter=prompt_rewriter,
             variation_strength=variation_strength, variation_seed=variation_seed,
+            references=self._references(references, reference_scale, reference_adapter),
         )  # fmt: skip
         return await self._paint(self._client.generate_stream(prompt, **fields), n, ctx)
 
@@ -172,11 +191,15 @@ class Tools:
         steps: Steps = None,
         guidance_scale: Guidance = None,
         model: Model = None,
+        references: References = None,
+        reference_scale: ReferenceScale = None,
+        reference_adapter: ReferenceAdapter = None,
     ) -> Annotated[CallToolResult, ToolImages]:
         """Generate images from an image and a text prompt, or change only the part that a mask marks."""
         fields = without_none(
             negative_prompt=negative_prompt or None, size=None if size == "auto" else size, n=n, seed=seed,
             num_inference_steps=steps, guidance_scale=guidance_scale, model=model, strength=strength,
+            references=self._references(references, reference_scale, reference_adapter),
         )  # fmt: skip
         try:
             start, marked = self._image_bytes(image, "image"), mask and self._image_bytes(mask, "mask")
@@ -287,6 +310,19 @@ class Tools:
         name = f"{painted.id}-{painted.image_index}"
         self._recent[name] = painted.file
         return name
+
+    def _references(
+        self, images: list[str] | None, scale: float | None, adapter: str | None
+    ) -> list[dict[str, Any]] | None:
+        """Return the references of a request. Raises ToolError if one of ``images`` is no image."""
+        if not images:
+            return None
+        try:
+            files = [self._image_bytes(image, "references") for image in images]
+        except DiffserveError as error:
+            raise ToolError(error.message) from None
+        shared = without_none(name=adapter, scale=scale)
+        return [shared | {"image": base64.b64encode(file).decode("ascii")} for file in files]
 
     def _image_bytes(self, text: str, param: str) -> bytes:
         """Return the image file for an argument: the name of a recent image, a path, base64 or a data URL.

@@ -113,10 +113,8 @@ SETTING_OPTIONS: Final = {
 }  # fmt: skip
 """Options that determine settings, by the name of their parameter."""
 
-FURTHER_FILES: Final = (
-    *("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"),
-    *("refiner", "scorer"),
-)
+FOLDERS: Final = ("lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir")
+FURTHER_FILES: Final = (*FOLDERS, "refiner", "scorer")
 COMPONENTS: Final = ("dtype", "offload", "device_map", "vae", "text_encoder")
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.sweep_engines import engine_opener, load_models, resolve_precisions
-from diffserve.experiments.axes import MODEL, PRECISION, read_axis, whole_numbers
+from diffserve.experiments.axes import MODEL, PRECISION, PROMPT, read_axis, whole_numbers
 from diffserve.experiments.estimates import PROMPT_MEASURES, Measure
 from diffserve.experiments.export import Export
 from diffserve.experiments.model_measures import read_measures
@@ -27,6 +27,7 @@ from diffserve.experiments.plan_reading import DEFAULT_MAX_IMAGES, plan_warnings
 from diffserve.experiments.prompts import BenchmarkPrompt, read_benchmark_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan, state_power
+from diffserve.models.templates import Wildcards
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from schedulers.learned import is_learned
@@ -117,6 +118,9 @@ def _export_of(options: SweepOptions, plan: SweepPlan) -> Export | None:
     """Return the export of ``--export-layout``, with the prompts of ``plan`` as their file has them."""
     if options.export_layout is None:
         return None
+    if PROMPT in plan.axes:
+        message = f"--export-layout needs the same prompts in every cell; leave out the axis {PROMPT}."
+        raise InvalidRequest(message, param="export_layout")
     path = Path(options.prompts.strip())
     texts = [BenchmarkPrompt(text) for text in plan.prompts]
     return Export(options.export_layout, texts if _is_count(options) else read_benchmark_prompts(path))
@@ -143,7 +147,7 @@ def check_prompts(plan: SweepPlan, settings: Settings) -> None:
         ModerationBlocked: A prompt is blocked.
         EngineUnavailable: The filter does not answer.
     """
-    check_texts(plan.prompts, settings)
+    check_texts(plan.all_prompts, settings)
 
 
 def check_texts(prompts: Iterable[str], settings: Settings) -> None:
@@ -207,6 +211,7 @@ def plan_of(
         detect=options.detect,
         learned_steps=lambda samplers: _learned_steps(samplers, settings),
         model_guidance=model_guidance,
+        wildcards=Wildcards(settings.model.wildcard_dir),
         shown=lambda name: f"--{name.replace('_', '-')}",
     )
 

@@ -66,7 +66,7 @@ def run(arguments: UpscaleArguments, settings: Settings) -> int:
     folder = settings.model.upscaler_dir
     name = arguments.upscaler or default_upscaler(folder, has_world=not folder)
     picture = decode_image(data, name=OPTION)
-    network = None if name.lower() in FILTERS else UpscalerFolders(folder).find(name)
+    network = None if name.lower() in FILTERS else UpscalerFolders(folder).find(name)[1]
     scale = FILTER_SCALE if network is None else float(read_upscaler(network).shape.scale)
     size = None if arguments.size is None else parse_size(arguments.size)
     target = target_size(picture.width_px, picture.height_px, scale=arguments.scale, size=size, default_scale=scale)

@@ -132,7 +132,7 @@ class ImageFields(TypedDict, total=False):
         hires_size: WIDTHxHEIGHT to enlarge the image to, instead of ``hires_scale``.
         hires_strength: Denoising strength of the second pass, from 0 to 1, by default 0.4, or 0.1 with tiles.
         hires_steps: Steps of the second pass; by default those of the first.
-        hires_upscaler: "lanczos" or "nearest".
+        hires_upscaler: "lanczos", "nearest" or a network of ``ImageCapabilities.upscalers``.
         hires_sampler: Sampler of the second pass; by default that of the first.
         hires_schedule: Sigma schedule of the second pass; by default that of the first.
         hires_prompt: Prompt of the second pass; by default that of the first.

@@ -204,9 +204,8 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
                 case EmbeddingRequest():
                     self._embedder.submit(request)
                 case UpscaleRequest():
-                    if self.images.config.stage != "all":
-                        message = "a cluster with separate stages upscales by filters only; choose lanczos or nearest."
-                        raise InvalidRequest(message, param="upscaler")
+                    if self.images.config.stage not in ("all", "decode"):
+                        raise _not_here("upscale")
                     self._upscaler.submit(request)
                 case RewriteRequest():
                     writer = self._writer()

@@ -15,14 +15,18 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import HIRES, REQUEST_FIELDS
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.sizes import parse_size
-from diffserve.api.types import DiffusionParams
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.models.loras import Lora
+from diffserve.models.templates import Wildcards, combination, count_combinations
 from diffserve.settings.config import DTYPE_ALIASES, DTYPES, replace_removed_dtype
 from diffserve.settings.layers import split_name
 
 Value = int | float | str
 Settings = tuple[tuple[str, Value], ...]
 """Names and values of a cell's engine and request fields, apart from sampler, steps and guidance scale."""
+
+PROMPT: Final = "prompt"
+"""The axis of a prompt matrix: each combination of its templates is the prompt of its own cells."""
 
 MODEL: Final = "model"
 PRECISION: Final = "precision"
@@ -64,13 +68,14 @@ NOT_AXES: Final = {
 
 TARGETS: Final = frozenset({
     "size", "variation_seed", "variation_strength", "clip_skip", "guidance_rescale", "micro_conditioning", "switch_at",
-    "noise_source", MODEL,
+    "noise_source", MODEL, PROMPT,
 })  # fmt: skip
 """Fields that change the image that more steps converge to; each of their values has converged images of its own.
 
 The others (spacing, sigma schedule, eta, guidance interval, cache interval, precision) approximate the same image.
 """
 
+NO_WILDCARDS: Final = Wildcards("")
 RANGE: Final = re.compile(r"(-?[\d.]+)\s*-\s*(-?[\d.]+)\s*(?:\(\s*([+-]?[\d.]+)\s*\)|\[\s*(\d+)\s*\])?")
 
 
@@ -99,6 +104,8 @@ def request_fields(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, value in settings:
         if name == "size":
             request["width_px"], request["height_px"] = parse_size(str(value)) or (None, None)
+        elif name == PROMPT:
+            request[name] = value
         elif name == "guidance_interval":
             diffusion[name] = _interval(str(value))
         elif name == "micro_conditioning":
@@ -141,17 +148,25 @@ def check_axis_name(name: str) -> None:
     """
     if name in NOT_AXES:
         raise InvalidRequest(f"{name} cannot be an axis: {NOT_AXES[name]}.", param="axis")
-    if name not in (*REQUEST_FIELDS, *MAIN_AXES, *ENGINE_AXES) and not name.startswith(LORA):
-        axes = ", ".join([*(field for field in REQUEST_FIELDS if field not in NOT_AXES), "lora:NAME", *ENGINE_AXES])
+    if name not in (PROMPT, *REQUEST_FIELDS, *MAIN_AXES, *ENGINE_AXES) and not name.startswith(LORA):
+        fields = (field for field in REQUEST_FIELDS if field not in NOT_AXES)
+        axes = ", ".join([PROMPT, *fields, "lora:NAME", *ENGINE_AXES])
         raise InvalidRequest(f"{quote(name)} is not an axis; the axes are {axes}.", param="axis")
 
 
-def read_values(name: str, text: str) -> tuple[Value, ...]:
+def read_values(name: str, text: str, wildcards: Wildcards = NO_WILDCARDS) -> tuple[Value, ...]:
     """Parse the values of an axis; those of ``model`` are its names.
+
+    Args:
+        name: Name of the axis.
+        text: Its values.
+        wildcards: Files that the templates of the axis ``prompt`` may name.
 
     Raises:
         InvalidRequest: A value is not of the field's type.
     """
+    if name == PROMPT:
+        return read_templates(text, wildcards)
     if name == MODEL:
         return tuple(read_models(text))
     if name == PRECISION:
@@ -160,6 +175,31 @@ def read_values(name: str, text: str) -> tuple[Value, ...]:
     if kind is int:
         return whole_numbers(text, name)
     return numbers(text, name) if kind is float else split_axis(text, name)
+
+
+def read_templates(text: str, wildcards: Wildcards) -> tuple[str, ...]:
+    """Return all combinations of the templates of ``text``, one template in each line.
+
+    Args:
+        text: The templates, such as "a {red|blue} fox".
+        wildcards: Files that they may name.
+
+    Raises:
+        InvalidRequest: There is no template, one is malformed, or there are more than ``MAX_AXIS_VALUES`` combinations.
+    """
+    if len(text) > MAX_AXIS_CHARS:
+        message = f"{PROMPT} has {len(text)} characters; at most {MAX_AXIS_CHARS} are allowed."
+        raise InvalidRequest(message, param=PROMPT)
+    templates = [line.strip() for line in text.splitlines() if line.strip()]
+    counts = [count_combinations(template, wildcards) for template in templates]
+    if not 1 <= sum(counts) <= MAX_AXIS_VALUES:
+        message = f"{PROMPT} has {sum(counts)} combinations; between 1 and {MAX_AXIS_VALUES} are allowed."
+        raise InvalidRequest(message, param=PROMPT)
+    return tuple(
+        combination(template, index, wildcards)
+        for template, count in zip(templates, counts, strict=True)
+        for index in range(count)
+    )
 
 
 def read_models(text: str) -> dict[str, str]:
@@ -202,7 +242,10 @@ def check_axes(axes: Mapping[str, tuple[Value, ...]]) -> None:
                 f"precision has {quote(unknown)}; choose from {', '.join(PRECISIONS)}.", param=PRECISION
             )
         for value in values:
-            DiffusionParams(**request_fields(((name, value),))[0])
+            diffusion, request = request_fields(((name, value),))
+            DiffusionParams(**diffusion)
+            if name == PROMPT:
+                GenerationRequest(**request)
 
 
 def split_axis(text: str, name: str) -> tuple[str, ...]:

@@ -164,11 +164,10 @@ def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bo
         sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale, **settings
     )
     return GenerationRequest(
-        prompt=plan.prompts[place[0]],
         seed=plan.seed_of(place),
         diffusion=diffusion,
         return_latents=return_latents,
-        **request,
+        **{"prompt": plan.prompts[place[0]], **request},
     )
 
 

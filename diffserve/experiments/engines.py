@@ -42,7 +42,7 @@ class EngineFacts:
     def of(cls, engine: SweepEngine, plan: SweepPlan, unet_bytes: int = 0) -> EngineFacts:
         """Collect the facts of an open engine."""
         info = engine.info
-        check = PromptCheck(info.family, plan.prompts)
+        check = PromptCheck(info.family, plan.all_prompts)
         setup = {
             "weights": engine.model.digest,
             "dtype": info.dtype,

@@ -53,12 +53,12 @@ class PromptCheck:
         except InvalidRequest as error:
             self.why_not = shorten(error.message, MAX_REASON_CHARS, placeholder=" …")
 
-    def parts(self, prompt_index: int, pixels: NDArray[np.uint8]) -> Parts | None:
-        """Check part by part whether an image (H, W, 3) shows its prompt; ``None`` if it cannot be checked."""
+    def parts(self, prompt: str, pixels: NDArray[np.uint8]) -> Parts | None:
+        """Check part by part whether an image (H, W, 3) shows ``prompt``; ``None`` if it cannot be checked."""
         if self.wishes is None:
             return None
         try:
-            return Parts.of(judge(read_picture(pixels), self.wishes[prompt_index]))
+            return Parts.of(judge(read_picture(pixels), self.wishes[self.prompts.index(prompt)]))
         except InvalidRequest:
             return None  # the image size does not match the scale of the sprites
 
@@ -129,6 +129,7 @@ class ImageMeasures:
     def measure(self, finished: FinishedImage, converged: StoredImage | None) -> ImageRecord:
         """Measure one image; ``converged`` is the reference of its seed, ``None`` for the reference itself."""
         image, pixels, network = finished.image, finished.pixels, self._network
+        prompt = self._check.prompts[image.prompt_index] if image.cell.prompt is None else image.cell.prompt
         is_shown = network is not None and image.prompt_index < SHOWN_PROMPTS and image.seed_index == 0
         distance = None if converged is None else self.distance(StoredImage(pixels, finished.latents), converged)
         return ImageRecord(
@@ -139,13 +140,10 @@ class ImageMeasures:
             evaluations=finished.evaluations,
             engine_s=finished.engine_s,
             features=() if network is None else tuple(network.features(pixels).tolist()),
-            parts=self._check.parts(image.prompt_index, pixels),
+            parts=self._check.parts(prompt, pixels),
             distance=distance,
             thumbnail=thumbnail(pixels, THUMBNAIL_PX) if is_shown else None,
-            scores={
-                name: score(self._check.prompts[image.prompt_index], pixels)
-                for name, score in self._models.scores.items()
-            },
+            scores={name: score(prompt, pixels) for name, score in self._models.scores.items()},
         )
 
     def distance(self, image: StoredImage, converged: StoredImage) -> Distance | None:

@@ -7,6 +7,7 @@ converged reference: DDIM with ``reference_steps`` steps.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from diffserve.experiments.axes import (
     ENGINE_AXES,
     MAX_AXIS_VALUES,
     MODEL,
+    PROMPT,
     Settings,
     Value,
     check_axes,
@@ -50,6 +52,8 @@ Place = tuple[int, int]
 """(prompt index, seed index): the key that pairs an image with those of other cells."""
 
 MAX_SAMPLER_CHARS = 100
+MAX_SLUG_CHARS = 160
+"""Characters of a cell's settings in file names; longer ones are shortened."""
 TIMED_ROUNDS = 3
 """Number of times one image of each cell is generated alone to measure its time."""
 
@@ -89,6 +93,12 @@ class Cell(msgspec.Struct, frozen=True, order=True):
         return f"{name} (converged)" if self.is_reference else name
 
     @property
+    def prompt(self) -> str | None:
+        """Prompt of its images; ``None``: the prompts of the plan, as they are no axis."""
+        value = dict(self.settings).get(PROMPT)
+        return None if value is None else str(value)
+
+    @property
     def line(self) -> CellLine:
         """Everything but the steps: one line of a chart."""
         return self.sampler, self.guidance_scale, self.settings
@@ -103,6 +113,8 @@ class Cell(msgspec.Struct, frozen=True, order=True):
         """The cell as a part of a file name."""
         name = re.sub(r"[^\w.-]+", "_", self.sampler) + f"-{self.num_steps}-g{self.guidance_scale:g}"
         name += re.sub(r"[^\w.-]+", "_", write_settings(self.settings).replace(", ", "-"))
+        if len(name) > MAX_SLUG_CHARS:
+            name = f"{name[:MAX_SLUG_CHARS]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
         return f"converged-{name}" if self.is_reference else name
 
     @property
@@ -132,9 +144,9 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         samplers: Sampler names as in a request, each optionally followed by a sigma schedule.
         steps: Step counts.
         guidance: Guidance scales.
-        prompts: Prompt texts.
-        axes: Values of further request fields by name; ``lora:NAME`` is the scale of a LoRA, and ``model`` and
-            ``precision`` select the engine.
+        prompts: Prompt texts; only the first value of the axis ``prompt`` if there is one.
+        axes: Values of further request fields by name; ``lora:NAME`` is the scale of a LoRA, ``prompt`` are the
+            prompts of a prompt matrix, and ``model`` and ``precision`` select the engine.
         model_guidance: Guidance scale of each model of the axis ``model``, in place of ``guidance``. Empty: all models
             have the same scales.
         num_seeds: Images per prompt.
@@ -178,6 +190,9 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.looks and (list(self.looks) != sorted(set(self.looks)) or self.looks[-1] != self.num_seeds):
             raise InvalidRequest(f"looks is {self.looks}; give increasing seeds per prompt up to {self.num_seeds}.")
         _check_differences(self.detect)
+        if PROMPT in self.axes and self.prompts != self.axes[PROMPT][:1]:
+            message = f"prompts and the axis {PROMPT} both have prompts; leave prompts out."
+            raise InvalidRequest(message, param="prompts")
         check_axes(self.axes)
         num_cells = (
             len(samplers) * len(steps) * len(guidance) * math.prod(len(set(axis)) for axis in self.axes.values())
@@ -212,6 +227,15 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             message = f"sampler is {quote(text)}, a learned sampler whose steps are missing in learned."
             raise InvalidRequest(message, param="samplers")
         return text if is_learned(text) else canonical_sampler(text)
+
+    @property
+    def all_prompts(self) -> tuple[str, ...]:
+        """The prompts, and those of the axis ``prompt``, without duplicates."""
+        return tuple(dict.fromkeys((*self.prompts, *map(str, self.axes.get(PROMPT, ())))))
+
+    def prompt_of(self, cell: Cell, prompt_index: int) -> str:
+        """Return the prompt of an image of ``cell``."""
+        return self.prompts[prompt_index] if cell.prompt is None else cell.prompt
 
     @property
     def step_counts(self) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.axes import (
     LORA,
     MAIN_AXES,
+    NO_WILDCARDS,
+    PROMPT,
     Value,
     check_axis_name,
     numbers,
@@ -29,6 +31,7 @@ from diffserve.experiments.plan import (
 from diffserve.experiments.power import DIFFERENCES
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.models.learned_samplers import NOT_TAKEN
+from diffserve.models.templates import Wildcards
 
 DEFAULT_MAX_IMAGES: Final = 1024
 """Images of a cell at the last look of a sweep that runs until it is decided."""
@@ -52,13 +55,15 @@ def read_plan(
     detect: str | None = None,
     learned_steps: Callable[[Sequence[str]], Mapping[str, int]] = lambda _: {},
     model_guidance: Mapping[str, float] | None = None,
+    wildcards: Wildcards = NO_WILDCARDS,
     shown: Callable[[str], str] = str,
 ) -> SweepPlan:
     """Return the plan of a sweep.
 
     Args:
         axes: Name and values of each axis, among them ``samplers``, ``steps`` and ``guidance``.
-        prompts: Prompt texts, or the number of held-out captions of the embedded model.
+        prompts: Prompt texts, or the number of held-out captions of the embedded model. The axis ``prompt`` replaces
+            the captions.
         guidance: Guidance scale if it is no axis.
         samplers: Samplers if they are no axis.
         steps: Step counts if they are no axis.
@@ -70,6 +75,7 @@ def read_plan(
         detect: Differences of interest such as "exact=5,psnr_db=0.5".
         learned_steps: Returns the steps of the learned samplers among the samplers.
         model_guidance: Guidance scale of each model, if the models are an axis and the guidance scale is none.
+        wildcards: Files that the templates of the axis ``prompt`` may name.
         shown: Returns how messages call a field, such as ``--steps``.
 
     Raises:
@@ -79,7 +85,11 @@ def read_plan(
     if isinstance(prompts, int) and prompts > MAX_PROMPTS:
         message = f"{shown('prompts')} is {prompts}; at most {MAX_PROMPTS} are allowed."
         raise InvalidRequest(message, param="prompts")
-    words = held_out_prompts(max(0, prompts)) if isinstance(prompts, int) else tuple(prompts)
+    matrix = read_values(PROMPT, texts.pop(PROMPT), wildcards) if PROMPT in texts else ()
+    if isinstance(prompts, int):
+        words = tuple(map(str, matrix[:1])) or held_out_prompts(max(0, prompts))
+    else:
+        words = tuple(prompts)
     seeds = DEFAULT_SEEDS if num_seeds is None else num_seeds
     looks = double_looks(seeds, len(words), max_images, shown("max_images")) if until_decided and words else ()
     labels = {name: shown(name) for name in ("samplers", "steps", "guidance")}
@@ -90,7 +100,7 @@ def read_plan(
         model_guidance={} if "guidance" in texts else dict(model_guidance or {}),
         steps=whole_numbers(texts.pop("steps"), labels["steps"]) if "steps" in texts else tuple(steps),
         guidance=numbers(texts.pop("guidance"), labels["guidance"]) if "guidance" in texts else (guidance,),
-        axes={name: read_values(name, values) for name, values in texts.items()},
+        axes=({PROMPT: matrix} if matrix else {}) | {name: read_values(name, text) for name, text in texts.items()},
         prompts=words,
         num_seeds=looks[-1] if looks else seeds,
         first_seed=first_seed,
@@ -113,7 +123,8 @@ def _texts(axes: Iterable[tuple[str, AxisText]]) -> dict[str, str]:
         field = MAIN_AXES.get(field, field)
         if field in texts:
             raise InvalidRequest(f"the axis {field} is given twice; write all of its values in one place.", param=field)
-        texts[field] = values if isinstance(values, str) else ",".join(map(str, values))
+        separator = "\n" if field == PROMPT else ","
+        texts[field] = values if isinstance(values, str) else separator.join(map(str, values))
     return texts
 
 

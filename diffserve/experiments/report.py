@@ -18,7 +18,7 @@ import numpy as np
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
-from diffserve.experiments.axes import MODEL, PRECISION, write_settings
+from diffserve.experiments.axes import MODEL, PRECISION, PROMPT, write_settings
 from diffserve.experiments.charts import headline, over_seconds, time_measures
 from diffserve.experiments.engines import EngineFacts
 from diffserve.experiments.estimates import SET_MEASURES, CheckerError, Measure
@@ -94,7 +94,7 @@ def write_report(
         how_timed: How the times were measured, for the notes.
     """
     check, size = facts[plan.engines[0]].check, engine.info.good_sizes[0]
-    drawn = None if check.wishes is None else draw(check.wishes, *size)
+    drawn = None if check.wishes is None or PROMPT in plan.axes else draw(check.wishes, *size)
     checker = measure_checker(engine, check)
     unlike = {key for key, fact in facts.items() if fact.check.wishes is None or fact.setup["size"] != size}
     analysis = analyse(plan, store, drawn, checker, [cell for key in unlike for cell in plan.cells_of(key)])
@@ -280,7 +280,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
         ),
         "cells": f"{len(plan.cells)}, {_count(num_images, 'image')} each",
         "images": (
-            f"{_count(len(plan.prompts), 'prompt')}, {_count(plan.num_seeds, 'seed')} each, the same in every cell"
+            f"{_count(len(plan.all_prompts), 'prompt')}, {_count(plan.num_seeds, 'seed')} each, the same in every cell"
         ),
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
@@ -337,6 +337,11 @@ def _notes(
             notes.append(
                 f"Prompt match and the distance to rendered scenes were not measured{of}: {fact.check.why_not}"
             )
+    if PROMPT in plan.axes:
+        notes.append(
+            "Each prompt of the axis has converged images of its own, so PSNR, SSIM and other distances to them are "
+            "not compared between prompts. Distances to rendered scenes are not measured."
+        )
     if MODEL in plan.axes:
         notes.append(
             "Each model has converged images of its own, so PSNR, SSIM and other distances to them are not compared "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.axes import PROMPT
 from diffserve.experiments.charts import (
     Chart,
     StripGrid,
@@ -114,7 +115,8 @@ def _strips(analysis: Analysis, colors: Mapping[CellLine, int]) -> dict[str, Str
             if not cell.is_reference and cell.target in converged
         }
         differences = strip_grid({cell: maps.get(cell) for cell in thumbnails}, colors).rows if maps else ()
-        caption = f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}"
+        text = "" if PROMPT in plan.axes else f"“{plan.prompts[prompt]}”, "
+        caption = f"{text}seed {plan.seed_of((prompt, 0))}"
         strips[caption] = grid._replace(differences=differences)
     return strips
 
@@ -148,7 +150,7 @@ def doubtful_cells(analysis: Analysis) -> tuple[DoubtfulCell, ...]:
     cells = []
     for cell, records in shown.items():
         images = [
-            (f"“{analysis.plan.prompts[record.prompt_index]}”: {why}", webp(decode(record.thumbnail)))
+            (f"“{analysis.plan.prompt_of(cell, record.prompt_index)}”: {why}", webp(decode(record.thumbnail)))
             for record in records
             if record.thumbnail and (why := _why_doubtful(record, limit))
         ]

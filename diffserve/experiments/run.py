@@ -22,7 +22,16 @@ import msgspec
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.axes import MODEL, PRECISION, Value, read_models, write_settings
+from diffserve.experiments.axes import (
+    MODEL,
+    NO_WILDCARDS,
+    PRECISION,
+    PROMPT,
+    Value,
+    read_models,
+    read_templates,
+    write_settings,
+)
 from diffserve.experiments.engine_generator import EngineGenerator, SweepEngine, time_alone
 from diffserve.experiments.engines import EngineFacts, Engines, EngineT, OpenEngine, check_plan, shared_setup
 from diffserve.experiments.estimates import Measure
@@ -119,8 +128,10 @@ def sweep(
         steps: Step counts.
         guidance: One or several guidance scales, ``None`` for the model's default.
         axes: Values of further request fields by name, such as ``{"eta": [0.0, 0.5]}``; also of ``model`` (names or
-            paths) and ``precision``, for which engines are opened one after the other.
-        prompts: Prompt texts, or the number of held-out captions of the embedded model to use.
+            paths) and ``precision``, for which engines are opened one after the other, and of ``prompt``, whose
+            templates such as "a {red|blue} fox" are expanded.
+        prompts: Prompt texts, or the number of held-out captions of the embedded model to use without an axis
+            ``prompt``.
         seeds: Images per prompt.
         first_seed: Seed of the first image.
         reference_steps: DDIM steps of the converged images.
@@ -134,12 +145,15 @@ def sweep(
     from diffserve.engine import Engine
     from diffserve.runtime.loading.family import learned_samplers_of
 
-    texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
     learned_samplers = LearnedSamplers.of(model.info) if isinstance(model, Engine) else learned_samplers_of(model)
     values = {name: tuple(axis) for name, axis in (axes or {}).items()}
     paths = read_models(",".join(map(str, values[MODEL]))) if MODEL in values else {}
     values |= {MODEL: tuple(paths)} if paths else {}
+    matrix = read_templates("\n".join(map(str, values[PROMPT])), NO_WILDCARDS) if PROMPT in values else ()
+    values |= {PROMPT: matrix} if matrix else {}
+    captions = () if matrix or not isinstance(prompts, int) else prompt_lists.held_out_prompts(prompts)
+    texts = (matrix[:1] or captions) if isinstance(prompts, int) else tuple(prompts)
     plan = SweepPlan(  # validated before a model is loaded
         samplers=tuple(samplers),
         steps=tuple(steps),

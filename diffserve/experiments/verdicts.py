@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.axes import MODEL
+from diffserve.experiments.axes import MODEL, PROMPT
 from diffserve.experiments.estimates import MODEL_MEASURES, PROMPT_MEASURES, SET_MEASURES, Estimate, Measure
 from diffserve.experiments.plan import Cell, cell_names
 from diffserve.experiments.power import detectable_difference
@@ -108,10 +108,12 @@ def count_wins(analysis: Analysis, cell: Cell, baseline: Cell, measure: Measure)
 def is_comparable(cell: Cell, baseline: Cell, measure: Measure) -> bool:
     """Return whether a difference in ``measure`` says which cell is better.
 
-    Different models have different converged images, so distances to them are not compared between models.
+    Different models and prompts have different converged images, so distances to them are not compared between models
+    or prompts.
     """
-    is_same_model = dict(cell.settings).get(MODEL) == dict(baseline.settings).get(MODEL)
-    return is_same_model or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID, *PROMPT_MEASURES)
+    settings, other = dict(cell.settings), dict(baseline.settings)
+    has_same_target = all(settings.get(name) == other.get(name) for name in (MODEL, PROMPT))
+    return has_same_target or measure in (Measure.EXACT, Measure.FRECHET, Measure.KID, *PROMPT_MEASURES)
 
 
 def compare_cells(

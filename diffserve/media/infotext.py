@@ -19,7 +19,7 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import HIRES, REQUEST_FIELDS, SHARED_FIELDS, NoiseSource
-from diffserve.api.types import ImageResult
+from diffserve.api.types import FILTERS, ImageResult
 from diffserve.models.loras import with_tags
 from diffserve.version import __version__
 from schedulers import SAMPLERS
@@ -114,7 +114,7 @@ def _hires_fields(result: ImageResult) -> dict[str, object]:
     """Return the fields of hires fix, in A1111's order; empty for an image without a second pass."""
     if not result.has_hires:
         return {}
-    sampler, schedule = result.hires_sampler, result.hires_schedule
+    sampler, schedule, upscaler = result.hires_sampler, result.hires_schedule, result.hires_upscaler
     return {
         "Denoising strength": None if result.hires_strength is None else _number_text(result.hires_strength),
         "Hires upscale": None if result.hires_scale is None else _number_text(result.hires_scale),
@@ -122,7 +122,7 @@ def _hires_fields(result: ImageResult) -> dict[str, object]:
         "Hires steps": result.num_steps if result.hires_steps is None else result.hires_steps,
         "Hires sampler": sampler and (SAMPLERS[sampler].label if sampler in SAMPLERS else sampler),
         "Hires schedule type": schedule and SCHEDULE_LABELS.get(schedule, schedule),
-        "Hires upscaler": result.hires_upscaler.capitalize(),
+        "Hires upscaler": upscaler.capitalize() if upscaler in FILTERS else upscaler,
         "Hires prompt": _without_control_characters(result.hires_prompt or "") or None,
         "Hires negative prompt": _without_control_characters(result.hires_negative_prompt or "") or None,
     }

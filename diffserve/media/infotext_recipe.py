@@ -12,6 +12,7 @@ import msgspec
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import HIRES, REQUEST_FIELDS
 from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.types import FILTERS
 from diffserve.media.infotext import RNG_LABELS, SCHEDULE_LABELS, UPSCALE, Infotext, parse_infotext
 from diffserve.media.upscaling import canonical_upscaler
 from schedulers import SPACINGS
@@ -127,6 +128,7 @@ def request_of(
     has_start: bool = False,
     refused: Collection[str] = (),
     models: Collection[str] = (),
+    upscalers: Callable[[], Collection[str]] | None = None,
 ) -> InfotextFields:
     """Return the request that repeats an image with the parameters ``read``.
 
@@ -135,6 +137,7 @@ def request_of(
         has_start: Whether the request has an input image.
         refused: Fields that the model does not support.
         models: Names of the available models; empty if they are not known.
+        upscalers: Returns the names of the available upscaler networks; ``None`` if they are not known.
 
     Raises:
         InvalidRequest: A value is malformed.
@@ -160,6 +163,8 @@ def request_of(
         except (InvalidRequest, ValueError):
             message = f"a value in the infotext cannot be used: {key} is {text[:40]!r}; correct it, or leave it out."
             raise InvalidRequest(message, param="infotext") from None
+        if name == "hires_upscaler" and upscalers is not None and value not in {*FILTERS, *upscalers()}:
+            value = None
         if value is None or name in refused:
             reason = "is unknown" if value is None else "is not supported by this model"
             warnings.append(f"The parameters have {key}: {text[:40]}, which {reason}; it was ignored.")

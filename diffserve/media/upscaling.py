@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffserve.api.bounds import check
 from diffserve.api.types import FILTERS, LANCZOS, NEAREST, Picture
-from diffserve.api.upscale_types import MAX_FACTOR, check_output_size
+from diffserve.api.upscale_types import MAX_FACTOR, MAX_INPUT_PIXELS, MAX_OUTPUT_PIXELS, check_output_size
 from diffserve.media.images import DIGITAL_SOURCE_TYPES
 from diffserve.media.infotext import UPSCALE, parse_infotext
 from diffserve.media.provenance import ProvenanceReport
@@ -67,21 +67,23 @@ RESAMPLING: Final[dict[str, Image.Resampling]] = {
 }
 
 
-def canonical_upscaler(name: str) -> str | None:
-    """Return the canonical name of a filter in any letter case, or ``None`` if there is none of that name."""
-    return name.strip().lower() if name.strip().lower() in FILTERS else None
+def canonical_upscaler(name: str) -> str:
+    """Return the canonical name of a filter in any letter case; names of networks are returned as they are."""
+    name = name.strip()
+    return name.lower() if name.lower() in FILTERS else name
 
 
-def check_upscaler(name: str) -> str:
-    """Return the canonical name of the filter between the two passes of hires fix.
+def needs_another_run(picture: Picture, target: TargetSize, scale: int) -> bool:
+    """Return whether a network should enlarge its own result again, which is too small and not too large to enlarge.
 
-    Raises:
-        InvalidRequest: There is no filter of that name.
+    Args:
+        picture: The result.
+        target: The size to reach.
+        scale: Enlargement of the network.
     """
-    canonical = canonical_upscaler(name)
-    message = f"hires_upscaler is {name[:80]!r}; it must be one of {', '.join(FILTERS)}."
-    check(canonical is not None, message, "hires_upscaler", "unknown_upscaler")
-    return canonical or LANCZOS
+    width, height = picture.width_px, picture.height_px
+    is_possible = width * height <= MAX_INPUT_PIXELS and scale**2 * width * height <= MAX_OUTPUT_PIXELS
+    return scale > 1 and is_possible and (width < target.width_px or height < target.height_px)
 
 
 def enlarge(picture: Picture, width_px: int, height_px: int, upscaler: str = LANCZOS) -> Picture:

@@ -38,6 +38,12 @@ MAX_SCALE: Final = 2.0
 MAX_EDGE_PX: Final = 1024
 """Longest shorter side of a reference that is passed on; encoders read 224 to 336 px."""
 
+WORK_SHARE: Final = 0.04
+"""Cost of the attention to one reference relative to a UNet row; measured by ``benchmarks/bench_references.py``."""
+
+ENCODING_ROWS: Final = 0.5
+"""Cost of encoding a reference image, in UNet rows: CLIP ViT-H has about half of the FLOPs of SD 1.5 at 512 pixels."""
+
 SUFFIX: Final = ".safetensors"
 CONFIG: Final = "config.json"
 ENCODER_TYPE: Final = "clip_vision_model"

@@ -390,17 +390,22 @@ class UpscalerFolders:
         """Return the reason for each unusable file, by name."""
         return {name: problem for name, path in self._entries().items() if (problem := _problem(path))}
 
-    def find(self, name: str) -> Path:
-        """Return the file of the upscaler ``name``.
+    def find(self, name: str, field: str = "upscaler") -> tuple[str, Path]:
+        """Return the full name and the file of the upscaler ``name``.
+
+        Args:
+            name: A full name, or its last part.
+            field: Field of the request that has the name.
 
         Raises:
             InvalidRequest: There is no such file, the name is ambiguous, or the file cannot be used.
         """
         entries = self._entries()
-        path = entries[resolve_name(name, self.names(), entries, "upscaler", field="upscaler")]
+        full_name = resolve_name(name, self.names(), entries, "upscaler", field=field)
+        path = entries[full_name]
         if problem := _problem(path):
-            raise InvalidRequest(f"upscaler {name!r} cannot be used: {path.name} {problem}.", param="upscaler")
-        return path
+            raise InvalidRequest(f"upscaler {name!r} cannot be used: {path.name} {problem}.", param=field)
+        return full_name, path
 
     def _entries(self) -> dict[str, Path]:
         entries: dict[str, Path] = {}

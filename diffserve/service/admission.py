@@ -22,6 +22,7 @@ from diffserve.api.sizes import enlarged_px, row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
 from diffserve.api.tiles import tiles_of
 from diffserve.api.types import (
+    FILTERS,
     Cancelled,
     DiffusionParams,
     Failed,
@@ -33,9 +34,11 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
-from diffserve.api.upscale_types import Upscaled
+from diffserve.api.upscale_types import Upscaled, upscale_work
+from diffserve.media.upscaling import canonical_upscaler
 from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
+from diffserve.models.references import ENCODING_ROWS
 from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
@@ -369,8 +372,10 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
         second_prompts = prompts if params.hires_prompt is None else (params.hires_prompt,)
         step = _step_cost(params, info, second_px, second_prompts, is_second=True)
         work += params.second_strength(second_steps, is_tiled=is_tiled) * second_steps * per_step * step
+        if canonical_upscaler(params.hires_upscaler) not in FILTERS:
+            work += upscale_work(*size)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * work * row
+    return (request.num_painted * work + ENCODING_ROWS * len(params.references)) * row
 
 
 def _step_cost(
@@ -385,11 +390,14 @@ def _step_cost(
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
     parts = [num_parts(prompt) for prompt in prompts]
     num_rows = sum(count + (scale > 1.0 or count > 1) for count in parts) / len(parts)
-    num_controls = sum(control.end - control.start for control in params.controlnets)
+    num_controls, num_references = (
+        sum(adapter.end - adapter.start for adapter in adapters) for adapters in (params.controlnets, params.references)
+    )
     full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
     tiles = tiles_of(params, info, *size, is_second=is_second)
     cost = row_cost(info, *size) if tiles is None else tiles.num_tiles * row_cost(info, *tiles.tile_px)
-    return step_cost(full + (1.0 - full) * shallow_share, num_controls, num_rows=num_rows, row_cost=cost)
+    share = full + (1.0 - full) * shallow_share
+    return step_cost(share, num_controls, num_references=num_references, num_rows=num_rows, row_cost=cost)
 
 
 def _evaluations_per_step(sampler: str | None, info: ModelInfo) -> int:

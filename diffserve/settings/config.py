@@ -235,6 +235,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     devices             one engine on each, behind one server: "cuda:0", "cuda:1", ...; repeated "cpu" divides the
                         cores; empty: one engine on ``[model] device``
     spare_engine        keep a process ready with its libraries imported, so that a crashed engine is back sooner
+    checkpoint_every_s  seconds between captures of the state of unfinished images, from which they continue if their
+                        engine is lost; 0: off, and they start again at their first step
     hang_after_s        an engine is restarted if a tick takes longer than both this and ten usual ticks, or if the
                         engine does not respond for this long
     debug               serve ``/debug/trace``
@@ -265,6 +267,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     startup_timeout_s: float
     shutdown_timeout_s: float
     hang_after_s: float
+    checkpoint_every_s: float
     unload_after_s: float
     devices: tuple[str, ...]
     spare_engine: bool
@@ -331,7 +334,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require(is_filter, message, "safety_filter")
         for name in self.__struct_fields__:
             if name.endswith("_s"):
-                value, may_be_never = getattr(self, name), name == "unload_after_s"
+                value, may_be_never = getattr(self, name), name in ("unload_after_s", "checkpoint_every_s")
                 never = ", or 0 for never" if may_be_never else ""
                 message = f"{name} is {value}; it must be a positive number of seconds{never}."
                 _require(math.isfinite(value) and (value > 0 or (may_be_never and value == 0)), message, name)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.running import Cluster, answers, bare, running_cluster
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, assert_interruptible, wait_for
+from tests.service.test_bad_input import PIXEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -61,6 +62,12 @@ def test_a_killed_stage_is_awaited_and_finished_work_is_retained(
 def test_images_finished_together_are_decoded_in_turn(apart: Cluster) -> None:
     body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # the queue limit is three
     assert len(apart.server.client.post(GENERATIONS, json=body, timeout=3 * SOON_S).json()["data"]) == 8
+
+
+def test_the_decoding_stage_upscales_by_networks(apart: Cluster, local: RunningServer) -> None:
+    body = {"image": PIXEL, "upscaler": "embedded-4x"}
+    images = [server.client.post("/v1/images/upscale", json=body).json()["data"] for server in (apart.server, local)]
+    assert images[0] == images[1]
 
 
 def test_transfers_between_stages_are_counted_in_bytes_and_seconds(apart: Cluster) -> None:

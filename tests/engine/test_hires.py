@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,30 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from PIL import Image
+from safetensors.torch import save_file
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import GenerationRequest, ImageFinished, ImageResult, Picture, Preview, Progress
+from diffserve.api.types import (
+    GenerationRequest,
+    ImageFailed,
+    ImageFinished,
+    ImageResult,
+    Picture,
+    Preview,
+    Progress,
+)
+from diffserve.engine import Engine
+from diffserve.engine.records import Stage
 from diffserve.media.upscaling import enlarge
+from diffserve.models.upscalers import EMBEDDED_UPSCALER, SHIPPED
+from diffserve.runtime import DiffusionModel, choose_device
+from diffserve.runtime.upscaling import network, tiles
+from diffserve.runtime.upscaling.network import Upscaler
+from diffserve.settings.config import EngineConfig
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
+from tests.upscalers import COMPACT, random_tensors, write_upscaler
 
 
 def hires_request(seed: int = 3, kind: str = "sd15", sampler: str = "dpmpp_2m", **fields: Any) -> GenerationRequest:
@@ -24,7 +43,9 @@ def hires_request(seed: int = 3, kind: str = "sd15", sampler: str = "dpmpp_2m", 
     return image_request(kind, sampler, seed, **{**defaults, **fields})
 
 
-def by_hand(engine: Any, request: GenerationRequest) -> ImageResult:
+def by_hand(
+    engine: Any, request: GenerationRequest, upscale: Callable[[Picture, int, int], Picture] = enlarge
+) -> ImageResult:
     """Return the image of the second pass of ``request`` from two requests: text-to-image, then image-to-image."""
     params = request.diffusion
     without = {"hires_scale": None, "hires_size": None}
@@ -33,7 +54,7 @@ def by_hand(engine: Any, request: GenerationRequest) -> ImageResult:
     second = replace(
         params, **without, strength=params.hires_strength, num_steps=params.hires_steps or params.num_steps
     )
-    changes = {"width_px": size[0], "height_px": size[1], "init_image": enlarge(first.picture, *size)}
+    changes = {"width_px": size[0], "height_px": size[1], "init_image": upscale(first.picture, *size)}
     [result] = engine.generate(replace(request, request_id="second", diffusion=second, **changes))
     assert isinstance(result, ImageResult)
     return result
@@ -91,6 +112,95 @@ def test_the_second_pass_shares_calls_with_images_of_its_size(make_engine: MakeE
     engine.generate([hires_request(), large])
     shared = [call for tick in engine.trace for call in tick.calls if len({row.request_id for row in call.rows}) == 2]
     assert shared
+
+
+def by_network(picture: Picture, width_px: int, height_px: int) -> Picture:
+    """Upscale a picture in one piece by the shipped network, and resize it."""
+    upscaler = Upscaler.load(SHIPPED / f"{EMBEDDED_UPSCALER}.safetensors", choose_device(DEVICE, "float32"))
+    return enlarge(Picture.from_array(upscaler.upscale(picture.array)), width_px, height_px)
+
+
+def test_a_network_between_the_passes_gives_what_three_requests_give(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    request = hires_request(hires_upscaler=EMBEDDED_UPSCALER)
+    [result] = engine.generate(request)
+    assert content(result) == content(by_hand(engine, request, by_network))
+    assert result.hires_upscaler == EMBEDDED_UPSCALER
+    [plain] = engine.generate(hires_request())
+    assert content(plain) != content(result)
+
+
+def test_other_images_go_on_between_the_tiles_of_an_upscaler(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(network.OPERATIONS_PER_CALL, "cpu", 1.0)  # the smallest tiles
+    monkeypatch.setattr(tiles, "MAX_CONTEXT_PX", 4)
+    engine = make_engine(max_rows=16)
+    request, other = hires_request(hires_upscaler=EMBEDDED_UPSCALER), image_request("sd15", "ddim", 5, num_steps=30)
+    engine.submit(request)
+    engine.submit(other)
+    num_ticks, results = 0, {}
+    while engine.has_work:
+        for event in engine.tick():
+            if isinstance(event, ImageFinished):
+                results[event.request_id] = event.result
+        enlarging = [task for task in engine.scheduler.in_flight if task.stage is Stage.ENLARGING]
+        if enlarging:
+            num_ticks += 1
+            rows = [row for call in engine.trace[-1].calls for row in call.rows]
+            assert {row.request_id for row in rows} >= {other.request_id}
+    assert num_ticks >= 4
+    [alone] = engine.generate(replace(request, request_id="alone"))
+    assert content(alone) == content(results[request.request_id])
+
+
+@pytest.mark.parametrize("ends", ["cancel", "interrupt"])
+def test_an_image_may_end_while_a_network_enlarges_it(
+    ends: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(network.OPERATIONS_PER_CALL, "cpu", 1.0)
+    monkeypatch.setattr(tiles, "MAX_CONTEXT_PX", 4)
+    engine = make_engine()
+    request_id = engine.submit(hires_request(hires_upscaler=EMBEDDED_UPSCALER))
+    while not any(task.enlargement for task in engine.scheduler.in_flight):
+        engine.tick()
+    getattr(engine, ends)(request_id)
+    finished = [event for event in engine.events() if isinstance(event, ImageFinished)]
+    assert [event.result.picture.width_px for event in finished] == ([96] if ends == "interrupt" else [])
+    assert not engine.num_live
+
+
+def with_upscalers(model: DiffusionModel, folder: Path, **config: Any) -> Engine:
+    """Return an engine whose upscalers are in ``folder``."""
+    profile = replace(model.profile, upscaler_dir=str(folder))
+    return Engine(dataclasses.replace(model, profile=profile), EngineConfig(**config))
+
+
+def test_an_upscaler_that_fails_fails_its_image_only(loaded: Callable[[str], DiffusionModel], tmp_path: Path) -> None:
+    tensors = random_tensors(COMPACT)
+    tensors["body.0.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "damaged.safetensors")
+    engine = with_upscalers(loaded("sd15"), tmp_path)
+    damaged, other = hires_request(hires_upscaler="damaged"), hires_request(4)
+    engine.submit(damaged)
+    engine.submit(other)
+    events = list(engine.events())
+    [failure] = [event for event in events if isinstance(event, ImageFailed)]
+    assert (failure.request_id, failure.code) == (damaged.request_id, "numerical_error")
+    assert [event.request_id for event in events if isinstance(event, ImageFinished)] == [other.request_id]
+
+
+def test_a_changed_network_gives_another_image_than_the_cache(
+    loaded: Callable[[str], DiffusionModel], tmp_path: Path
+) -> None:
+    file = write_upscaler(tmp_path / "own.safetensors")
+    engine = with_upscalers(loaded("sd15"), tmp_path, result_cache_bytes=1 << 24)
+    request = hires_request(hires_upscaler="own")
+    [before] = engine.generate(request)
+    write_upscaler(file, seed=1)
+    [after] = engine.generate(replace(request, request_id="after"))
+    assert after.cached is None
+    assert content(after) != content(before)
 
 
 def test_progress_and_previews_count_both_passes(make_engine: MakeEngine, waits_for_device: None) -> None:
@@ -155,7 +265,7 @@ def test_candidates_of_best_of_and_results_from_the_cache(make_engine: MakeEngin
     ("fields", "param", "text"),
     [
         ({"hires_scale": None, "hires_size": "96"}, "hires_size", "hires_size is '96'; write it as WIDTHxHEIGHT"),
-        ({"hires_upscaler": "4x"}, "hires_upscaler", "hires_upscaler is '4x'; it must be one of lanczos, nearest"),
+        ({"hires_upscaler": "4x"}, "hires_upscaler", "there is no upscaler '4x'; the known ones are embedded-4x, lanc"),
         (
             {"hires_scale": 8.0, "tile_size": 0},
             "hires_scale",
@@ -190,6 +300,7 @@ def test_the_second_pass_has_its_own_prompt_sampler_and_upscaler(make_engine: Ma
         {"hires_sampler": "heun"},
         {"hires_schedule": "karras"},
         {"hires_upscaler": "Nearest"},
+        {"hires_upscaler": EMBEDDED_UPSCALER},
         {"hires_strength": 0.9},
     ):
         [changed] = engine.generate(hires_request(**fields))

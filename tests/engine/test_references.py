@@ -25,7 +25,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult, Picture
 from diffserve.engine import Engine
 from diffserve.models.controlnets import Control
-from diffserve.models.references import Reference, ReferenceFolder, read_reference
+from diffserve.models.references import WORK_SHARE, Reference, ReferenceFolder, read_reference
 from diffserve.runtime import load_model
 from diffserve.runtime.ip_adapter import IPAdapter
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
@@ -198,6 +198,13 @@ def test_steps_outside_start_and_end_and_scale_zero_are_those_of_a_plain_image(m
     assert np.array_equal(latents(plain), latents(silent))
     assert not np.array_equal(latents(plain), latents(late))
     assert [reference.name for reference in late.references] == [PLUS]
+
+
+def test_work_counts_the_references_of_each_step(make: MakeEngine) -> None:
+    engine = make()
+    references = (Reference(BASE, end=0.5), Reference(BASE))
+    plain, read = (engine.admit(referenced(*each, num_steps=4)).tasks[0].total_cost for each in ((), references))
+    assert read == pytest.approx(plain * (1 + (0.5 + 1) * WORK_SHARE))
 
 
 def test_references_share_pages_and_return_them(make: MakeEngine) -> None:

@@ -17,6 +17,7 @@ from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings, TensorValue
 from diffserve.api.types import Asks, Failed, GenerationRequest, ImageFinished, ImageResult, Picture, RewriteOptions
+from diffserve.api.upscale_types import Upscaled, UpscaleRequest
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.process import open_probe, trial
 from diffserve.models.controlnets import Control
@@ -104,6 +105,16 @@ def painted_apart(of: Stages, request: GenerationRequest) -> list[tuple[bytes, b
         assert isinstance(decoded, PictureDecoded)
         outputs.append((result.latents.data, decoded.picture.data))
     return outputs
+
+
+def test_the_decoding_stage_upscales_and_the_others_refuse(stages: Callable[..., Stages]) -> None:
+    request = UpscaleRequest(image=control_map(2), upscaler="embedded-4x")
+    (alone,), (decoded,) = (collect_events(stages("sd15")[stage], request) for stage in ("all", "decode"))
+    assert isinstance(decoded, Upscaled)
+    assert decoded.image == alone.image
+    for stage in ("encode", "denoise"):
+        with pytest.raises(InvalidRequest, match="this process does not upscale"):
+            stages("sd15")[stage].submit(request)
 
 
 def masked(kind: str) -> GenerationRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from diffserve.experiments.axes import numbers, read_axis, read_values, split_ax
 from diffserve.experiments.engine_generator import request_for
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.plan_reading import read_plan
 from diffserve.experiments.verdicts import is_comparable
+from diffserve.models.templates import Wildcards
 from tests.engine.simulated_scheduler import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
@@ -245,6 +248,37 @@ def test_fields_of_requests_are_axes() -> None:
     assert msgspec.json.decode(msgspec.json.encode(plan), type=SweepPlan) == plan
 
 
+def test_a_prompt_matrix_has_a_cell_for_each_prompt_with_the_same_seeds(tmp_path: Path) -> None:
+    (tmp_path / "sky.txt").write_text("day\nnight\n")
+    plan = read_plan(
+        [("prompt", "a {red|blue} fox, __sky__"), ("steps", "5"), ("samplers", "ddim")],
+        prompts=8,
+        guidance=3.0,
+        num_seeds=2,
+        wildcards=Wildcards(str(tmp_path)),
+    )
+    prompts = ("a red fox, day", "a blue fox, day", "a red fox, night", "a blue fox, night")
+    assert sorted(plan.all_prompts) == sorted(prompts)
+    assert plan.places == ((0, 0), (0, 1))
+    requests = [request_for(plan, cell, (0, 1)) for cell in plan.cells]
+    assert sorted(request.prompt for request in requests) == sorted(prompts)
+    assert {request.seed for request in requests} == {1}
+    converged = [request_for(plan, cell, (0, 0)).prompt for cell in plan.references]
+    assert sorted(converged) == sorted(prompts), "each prompt has converged images of its own"
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=SweepPlan) == plan
+    several = read_plan([("prompt", ["a fox", "a cat, asleep"])], prompts=8, guidance=3.0)
+    assert several.all_prompts == ("a fox", "a cat, asleep")
+    with pytest.raises(InvalidRequest, match="prompts and the axis prompt both have prompts; leave prompts out"):
+        read_plan([("prompt", "a fox")], prompts=["a cat"], guidance=3.0)
+
+
+def test_long_prompts_of_an_axis_have_short_and_distinct_file_names() -> None:
+    plan = read_plan([("prompt", [f"{'a' * 300} {end}" for end in "xy"])], prompts=8, guidance=3.0)
+    names = [cell.slug for cell in plan.all_cells]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) < 180
+
+
 def test_sizes_and_other_fields_of_the_table_reach_the_request() -> None:
     plan = plan_of(samplers=("ddim",), steps=(5,), axes={"size": ("128x64", "auto"), "spacing": ("leading",)})
     small, native = (request_for(plan, cell, (0, 0)) for cell in plan.cells)
@@ -257,7 +291,11 @@ def test_sizes_and_other_fields_of_the_table_reach_the_request() -> None:
     ("text", "message"),
     [
         ("eta", "--axis is 'eta'; write it as NAME=VALUES"),
-        ("beauty=1", "'beauty' is not an axis; the axes are num_inference_steps, sampler"),
+        ("beauty=1", "'beauty' is not an axis; the axes are prompt, num_inference_steps, sampler"),
+        ("prompt=", "prompt has 0 combinations; between 1 and 100 are allowed"),
+        ("prompt=a {red|blue", "the template"),
+        ("prompt=a {1|2|3|4|5} {1|2|3|4|5} {1|2|3|4|5}", "prompt has 125 combinations"),
+        ("prompt=a __color__ fox", "no folder of wildcards is configured"),
         ("seed=1,2", "seed cannot be an axis: all cells share their seeds"),
         ("eta=", "eta is empty"),
         ("eta=much", "eta has 'much', which is not a number"),

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
 from diffserve.engine import Engine
@@ -30,6 +31,7 @@ from diffserve.experiments.generation import complete
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
 from diffserve.experiments.metrics.set_distance import FeatureNetwork
 from diffserve.experiments.plan import SweepPlan
+from diffserve.experiments.prompts import match_prompts
 from diffserve.experiments.records import FinishedImage, ImageRecord, RowsDone
 from diffserve.experiments.report import RESULTS
 from diffserve.experiments.run import SweepProgress, run_plan, state_power, sweep
@@ -379,6 +381,7 @@ def run_main(*arguments: object) -> int:
         (["--axis", "steps=5", "--steps", "5"], "the axis steps is given twice"),
         (["--axis", "spacing=wide"], "'wide'"),
         (["--axis", "lora:none=1"], "none"),
+        (["--axis", "prompt=a fox", "--export-layout", "geneval"], "needs the same prompts in every cell"),
         (["--detect", "beauty=1"], "detect has 'beauty'; the measures are exact"),
         (["--until-decided", "--max-images", "9"], "--max-images is 9; 64 prompts with 4 seeds start with 256 images"),
         (["--max-minutes", "5"], "--max-minutes needs --until-decided"),
@@ -537,3 +540,25 @@ def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_sce
     document = json.loads((tmp_path / "report.json").read_bytes())
     assert any(note.startswith("Rendered scenes: 32 per prompt") for note in document["notes"])
     assert (tmp_path / "strip-2.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_prompt_matrix_is_judged_prompt_by_prompt(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"samplers": ["ddim"], "steps": [4], "guidance": 1.0, "seeds": 3, "reference_steps": 6}
+    engine = Engine.from_pretrained("embedded", config=EngineConfig(max_rows=8))
+    report = sweep(engine, folder=tmp_path, axes={"prompt": ["a {fox|castle}"]}, **how)
+    fox, castle, *_ = report.cells
+    for cell, prompt in ((fox, "a fox"), (castle, "a castle")):
+        assert cell.cell.prompt == prompt
+        verdicts = match_prompts(pictures_of(engine, prompt), [prompt] * 3).verdicts
+        assert cell.measures["exact"].value == pytest.approx(sum(verdict.exact for verdict in verdicts) / 3)
+    assert {comparison.measure for comparison in report.comparisons} == {"exact"}
+    assert not {"frechet", "kid"} & set(fox.measures)
+    assert "a castle" in (tmp_path / "report.html").read_text()
+
+
+def pictures_of(engine: Engine, prompt: str) -> list[Any]:
+    """Return three images of a prompt with the settings of the sweep above."""
+    diffusion = DiffusionParams(sampler="ddim", num_steps=4, guidance_scale=1.0)
+    request = GenerationRequest(prompt=prompt, seed=0, num_images=3, diffusion=diffusion)
+    return [result.pixels for result in engine.generate(request)]

@@ -350,7 +350,7 @@ def test_folders_list_the_files_of_the_user_and_the_shipped_one(tmp_path: Path) 
     folders = UpscalerFolders(str(tmp_path))
     assert folders.names() == ("anime/small", EMBEDDED_UPSCALER, "lanczos", "nearest")
     assert set(folders.refused()) == {"broken", "old"}
-    assert folders.find("small") == tmp_path / "anime" / "small.safetensors"
+    assert folders.find("small") == ("anime/small", tmp_path / "anime" / "small.safetensors")
     for name, problem in (("old", "pickle file"), ("broken", "not a"), ("none", "there is no upscaler 'none'")):
         with pytest.raises(InvalidRequest, match=problem) as error:
             folders.find(name)

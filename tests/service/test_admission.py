@@ -11,12 +11,16 @@ from diffserve.api.errors import EngineUnavailable, QueueFull
 from diffserve.api.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 from diffserve.api.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Picture, Progress
 from diffserve.api.upscale_types import Upscaled
+from diffserve.models.controlnets import Control
+from diffserve.models.references import Reference
 from diffserve.service.admission import Backlog, Ticket, work_of
 from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
 from diffserve.store.usage import UsageCounts
 from tests.engine.simulated_scheduler import INFO
+
+IMAGE = Picture(width_px=64, height_px=64, data=bytes(3 * 64 * 64))
 
 
 class Door:
@@ -216,13 +220,22 @@ def test_refusals_are_counted() -> None:
         ({}, {"sampler": "heun"}, 40.0),
         ({"width_px": 128, "height_px": 128}, {}, 80.0),
         ({}, {"sampler": "DPM++ 2M Karras", "num_steps": 1000}, 2000.0),
+        ({}, {"hires_scale": 2.0, "hires_strength": 0.5}, 20.0 + 40.0),
+        ({}, {"hires_scale": 2.0, "hires_strength": 0.5, "hires_upscaler": "Lanczos"}, 20.0 + 40.0),
+        ({}, {"hires_scale": 2.0, "hires_strength": 0.5, "hires_upscaler": "4x"}, 20.0 + 40.0 + 1.0),
+        ({"control_images": (IMAGE,)}, {"controlnets": (Control("canny", start=0.5),)}, 20.0 * (1 + 0.5 * 0.4)),
+        (
+            {"num_images": 2, "reference_images": (IMAGE, IMAGE)},
+            {"references": (Reference("plus"), Reference("plus", end=0.5))},
+            2 * 20.0 * (1 + 1.5 * 0.04) + 2 * 0.5,
+        ),
     ],
 )
 def test_work_is_images_times_rows_times_steps_times_pixels(
-    fields: dict[str, int], diffusion: dict[str, object], work: float
+    fields: dict[str, object], diffusion: dict[str, object], work: float
 ) -> None:
     request = GenerationRequest(prompt="a fox", diffusion=DiffusionParams(**diffusion), **fields)  # type: ignore[arg-type]
-    assert work_of(request, INFO) == work
+    assert work_of(request, INFO) == pytest.approx(work)
 
 
 def test_texts_are_counted_one_by_one() -> None:

@@ -141,6 +141,8 @@ def test_a_cancelled_experiment_keeps_its_finished_cells(client: Client, server:
         ({"axes": {"steps": "5"}}, "steps", "the axis steps is given twice"),
         ({"axes": {"eta": ["0", "x"]}}, "eta", "eta has 'x', which is not a number"),
         ({"axes": {"lora:none": "1"}}, "loras", "none"),
+        ({"axes": {"prompt": "a {red|blue} fox"}}, "prompts", "prompts and the axis prompt both have prompts"),
+        ({"axes": {"prompt": "a {red|blue"}}, "prompts", "the template"),
         ({"axes": {"switch_at": "0.8"}}, "switch_at", "has no refiner"),
         ({"prompts": 0}, "prompts", "prompts is 0"),
         ({"prompts": 2001}, "prompts", "prompts is 2001; at most 2000 are allowed"),

@@ -29,6 +29,7 @@ from tests.engine.controlnets import control_map
 from tests.engine.references import BASE, PLUS, write_folder
 from tests.service.server import RunningServer, running_server
 from tests.service.test_a1111_controlnets import DEFAULT_UNIT, body_of, in_base64
+from tests.test_cli_mcp import run_session
 
 FIELDS: Final[dict[str, Any]] = {"seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
 PICTURE = control_map(5, 96, 64)
@@ -94,6 +95,32 @@ def test_references_are_read_from_json_and_forms_and_recorded(referenced: Runnin
         ]
         assert images_of_client.images[0].file == first
     assert referenced.num_stalls() == 0
+
+
+@pytest.mark.slow
+def test_the_tools_of_assistants_take_references(referenced: RunningServer) -> None:
+    encoded = in_base64(PICTURE)
+    settings = {"seed": 3, "steps": 2, "prompt": "a cat", "reference_adapter": PLUS}
+
+    async def session(client: Any) -> None:
+        async def call(tool: str, **arguments: Any) -> Any:
+            answer = await client.call_tool(tool, settings | arguments)
+            assert not answer.is_error, answer.content
+            return answer.structured_content
+
+        plain = await call("generate_image", size="64x64")
+        name = plain["images"][0]["name"]
+        both = await call("generate_image", size="64x64", references=[name, encoded], reference_scale=0.5)
+        read = both["recipe"]["references"]
+        assert [(reference["name"], reference["scale"]) for reference in read] == [(PLUS, 0.5)] * 2
+        assert read[1]["image"] == digest_of(96, 64, PICTURE.data)
+        edited = await call("edit_image", image=name, references=[encoded])
+        assert [reference["scale"] for reference in edited["recipe"]["references"]] == [1.0]
+        refused = await client.call_tool("generate_image", settings | {"references": ["no image"]})
+        assert refused.is_error
+        assert "neither a known image name" in refused.content[0].text
+
+    run_session(referenced.url, session)
 
 
 @pytest.mark.slow

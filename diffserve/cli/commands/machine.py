@@ -8,10 +8,10 @@ from typing import Annotated, cast, get_args
 import typer
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.cli.options import COMPONENTS, ServerOption, SettingsOptions, with_settings
+from diffserve.cli.options import COMPONENTS, FOLDERS, ServerOption, SettingsOptions, with_settings
 
 
-@with_settings("model", "config", "device", *COMPONENTS, "data_dir")
+@with_settings("model", "config", "device", *COMPONENTS, *FOLDERS, "data_dir")
 def doctor(
     *,
     settings: SettingsOptions,
@@ -36,10 +36,7 @@ def doctor(
     return run(settings.load(), gpu, None if size is None else parse_size(size), tile_size)
 
 
-@with_settings(
-    *("model", "config", "lora_dir", "controlnet_dir", "reference_dir", "sampler_dir", "wildcard_dir", "upscaler_dir"),
-    *("embeddings_dir", "data_dir"),
-)
+@with_settings("model", "config", *FOLDERS, "embeddings_dir", "data_dir")
 def list_names(
     *,
     kind: Annotated[

@@ -28,7 +28,6 @@ from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, 
 from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.prompt_steps import schedule_prompts
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
-from diffserve.media.upscaling import check_upscaler
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.learned_samplers import LearnedSamplers, check_learned, num_steps_of
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora, read_tags
@@ -101,6 +100,7 @@ class ImageAdmission:
         check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
         check_controlnets: Returns a digest of ControlNets.
         check_references: Returns references with the full names of their adapters, and a digest.
+        check_upscaler: See ``UpscalerStore.check_between_passes``; without it, only filters are possible.
         check_scores: See ``ImageScores.check``.
     """
 
@@ -121,6 +121,7 @@ class ImageAdmission:
             refs,
             b"",
         ),
+        check_upscaler: Callable[[str, int, int], tuple[str, bytes]] = lambda name, *_: (name, b""),
         check_scores: Callable[[GenerationRequest, int, int], tuple[str, ...]] = lambda *_: (),
     ) -> None:
         self.info = info
@@ -134,6 +135,7 @@ class ImageAdmission:
         self._check_loras = check_loras
         self._check_controlnets = check_controlnets
         self._check_references = check_references
+        self._check_upscaler = check_upscaler
         self._check_scores = check_scores
         self._learned = LearnedSamplers.of(info)
         self._options = lru_cache(maxsize=256)(self._read_options)
@@ -272,7 +274,7 @@ class ImageAdmission:
         message = "hires_scale and hires_size are for images from text: leave them out, or leave out the start image."
         check(request.init_image is None, message, "hires_scale")
         check(self._may_decode, SECOND_PASS_ELSEWHERE, "hires_scale")
-        upscaler = check_upscaler(params.hires_upscaler)
+        upscaler, upscaler_digest = self._check_upscaler(params.hires_upscaler, first.width_px, first.height_px)
         for name in ("hires_prompt", "hires_negative_prompt"):
             tags = "{} has a LoRA tag; put it into the prompt: both passes use the adapters of the request."
             check(not read_tags(getattr(params, name) or "")[1], tags.format(name), name)
@@ -322,7 +324,12 @@ class ImageAdmission:
         )
         shorter = tuple(msgspec.structs.replace(each, second=second) for each in first.shorter)
         settings = msgspec.structs.replace(
-            first, hires_upscaler=upscaler, hires_strength=strength, second=second, shorter=shorter
+            first,
+            hires_upscaler=upscaler,
+            upscaler_digest=upscaler_digest,
+            hires_strength=strength,
+            second=second,
+            shorter=shorter,
         )
         return settings, warnings + tuple(text for text in rows["table"].warnings if text not in warnings)
 

@@ -76,7 +76,8 @@ class Forecast:
             self._groups[plan.group[:2]] = plan.group
         call_s = self._call_s(plan)
         usual_s = call_s * (self.pace or math.inf) if call_s else 0.0
-        usual_s += len(outcome.prepare_s) * self._prepare_s + len(outcome.decode_s) * self._decode_s
+        upscale_s = sum(outcome.upscale_s.values())
+        usual_s += upscale_s + len(outcome.prepare_s) * self._prepare_s + len(outcome.decode_s) * self._decode_s
         if self._pauses.is_pause(seconds, usual_s):
             return
         for spent_s in outcome.prepare_s.values():
@@ -86,7 +87,7 @@ class Forecast:
         if plan.group is None or not plan.rows:
             return
         decoded_now_s = [spent_s for task, spent_s in outcome.decode_s.items() if task in plan.rows]  # after the steps
-        other_s = sum(outcome.prepare_s.values()) + sum(decoded_now_s)
+        other_s = sum(outcome.prepare_s.values()) + sum(decoded_now_s) + upscale_s
         self._decay(seconds)
         self._call_total_s += call_s
         self._tick_total_s += max(seconds - other_s, 0.0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from diffserve.api.micro_conditioning import PLAIN
 from diffserve.api.tensor_values import Encodings
-from diffserve.api.types import Picture
+from diffserve.api.types import FILTERS, LANCZOS, Picture
 from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.caches import LatentCache, skip_of
 from diffserve.engine.image.prompt_steps import TextPair
@@ -29,7 +29,7 @@ from diffserve.engine.image.state import (
 )
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask, texts_of
 from diffserve.media.images import stretch
-from diffserve.media.upscaling import enlarge
+from diffserve.media.upscaling import TargetSize, enlarge
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
@@ -42,6 +42,7 @@ from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
 from diffserve.runtime.text.encoding import Conditioning, TextReading
 from diffserve.runtime.text.transferred_encodings import to_tensor
 from diffserve.runtime.transfer import send
+from diffserve.runtime.upscaling.store import Enlargement, UpscalerStore
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Preparer:
         loras: LoRAStore,
         controlnets: ControlNetStore,
         references: ReferenceStore,
+        upscalers: UpscalerStore,
         refiner: Conditioner | None = None,
     ) -> None:
         self.model = model
@@ -74,6 +76,7 @@ class Preparer:
         self.loras = loras
         self.controlnets = controlnets
         self.references = references
+        self.upscalers = upscalers
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
@@ -110,6 +113,17 @@ class Preparer:
                 values = {name: value for table in tables for name, value in table.items()}
                 text.encodings = {name: to_tensor(value, text.device) for name, value in values.items()}
 
+    def enlarge_tile(self, task: ImageTask) -> None:
+        """Enlarge one tile of the first pass of ``task`` by the upscaler network of its request."""
+        assert task.first_pass is not None
+        if task.enlargement is None:
+            upscaler = self.upscalers.load(task.live.settings.hires_upscaler)
+            target = TargetSize(task.settings.width_px, task.settings.height_px)
+            task.enlargement = Enlargement(upscaler, task.first_pass, target)
+        task.enlarged = task.enlargement.run_next()
+        if task.enlarged is not None:
+            task.enlargement = None
+
     def prepare(self, task: ImageTask) -> GroupKey:
         """Encode, draw, open the slot; returns the group whose UNet calls the image can join first.
 
@@ -141,7 +155,8 @@ class Preparer:
         task.state.loras, task.state.refined, task.state.references = loras, refined, references
         task.state.time_ids = self._time_ids(task, self.model)
         group = self._group(task, self.conditioner, conditionings[0])
-        if task.settings.switch_row == 0:
+        switch_row = task.settings.switch_row
+        if switch_row is not None and task.row_index >= switch_row:
             return task.switch()
         return group._replace(lora_rank=loras.rank if loras else 0)
 
@@ -262,6 +277,9 @@ class Preparer:
         if threshold is None:
             return None
         embedding = self.model.text.embedding(task.prompt).cpu().numpy()
+        if task.resume_from is not None:  # its settings are those that it began with
+            state.embedding = embedding if task.similarity is None else None
+            return None
         similar = self.latent_cache.nearest(latent_key_of(task), embedding, threshold)
         settings = task.live.settings
         if similar is not None:
@@ -307,11 +325,15 @@ class Preparer:
 
 
 def _init_image(task: ImageTask) -> Picture | None:
-    """Return the image that this pass of ``task`` starts from: of a second pass the enlarged image of the first."""
+    """Return the image that this pass of ``task`` starts from: of a second pass the enlarged image of the first.
+
+    An interrupted image does not wait for its upscaler network and is enlarged by Lanczos.
+    """
     if task.first_pass is None:
         return task.live.request.init_image
-    settings = task.settings
-    return enlarge(task.first_pass, settings.width_px, settings.height_px, task.live.settings.hires_upscaler)
+    settings, upscaler = task.settings, task.live.settings.hires_upscaler
+    filter_name = upscaler if upscaler in FILTERS else LANCZOS
+    return task.enlarged or enlarge(task.first_pass, settings.width_px, settings.height_px, filter_name)
 
 
 def latent_key_of(task: ImageTask) -> Hashable:

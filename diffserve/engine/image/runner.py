@@ -15,6 +15,8 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LatentPool, UNetRows
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.caches import LatentCache
+from diffserve.engine.image.capture_format import CaptureError
+from diffserve.engine.image.captures import Captures, log_refusal
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.decoder import ImageDecoder, LatentReader
 from diffserve.engine.image.preparer import Preparer
@@ -35,6 +37,7 @@ from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, m
 from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
 from diffserve.runtime.unet.memory_format import set_memory_format
+from diffserve.runtime.upscaling.store import UpscalerStore
 from diffserve.runtime.vae.compiled import DecoderPackages
 from diffserve.settings.config import EngineConfig
 from schedulers.update import advance, guide, renoise, rescale_guided
@@ -98,6 +101,7 @@ class ImageRunner:
         self.model = model
         self.clock = clock
         self.pool = LatentPool(model.device)
+        self.captures = Captures(self.pool, model.info)
         self._num_slots = config.max_lanes
         self.controlnets = ControlNetStore(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
@@ -116,6 +120,7 @@ class ImageRunner:
         self._experts = (base,) if self.refiner is None else (base, self.refiner)
         self.latent_cache = LatentCache(config.latent_cache_bytes)
         self.loras = LoRAStore(model, config.lora_bytes)
+        self.upscalers = UpscalerStore(model.info)
         refiner = None if self.refiner is None else self.refiner.conditioner
         self._preparer = Preparer(
             model,
@@ -125,6 +130,7 @@ class ImageRunner:
             self.loras,
             self.controlnets,
             self.references,
+            self.upscalers,
             refiner,
         )
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
@@ -291,16 +297,30 @@ class ImageRunner:
     def run(self, plan: TickPlan) -> TickOutcome:
         """Run ``plan``."""
         outcome = TickOutcome()
+        self._run_upscaler(plan.prepare, outcome)
+        ready = [task for task in plan.prepare if not task.awaits_upscaler and task not in outcome.failures]
         started_s = self.clock()
-        with self._preparer.together(plan.prepare):
+        with self._preparer.together(ready):
             together_s = self.clock() - started_s
-            for task in plan.prepare:
+            for task in ready:
                 self._prepare(task, outcome, together_s)
         if plan.rows:
             self._advance(plan, outcome)
         done = [task for task in plan.decode if task not in outcome.failures]
         self.decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
         return outcome
+
+    def _run_upscaler(self, tasks: Iterable[ImageTask], outcome: TickOutcome) -> None:
+        """Enlarge one tile of the first of ``tasks`` that awaits an upscaler network between its two passes."""
+        task = next((task for task in tasks if task.awaits_upscaler), None)
+        if task is None:
+            return
+        started_s = self.clock()
+        try:
+            self.caller.with_room(lambda: self._preparer.enlarge_tile(task))
+        except Exception as error:
+            outcome.failures[task] = failure_of(error, "upscaling this image")
+        outcome.upscale_s[task] = self.clock() - started_s
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
         """Prepare a newcomer, or postpone it if an earlier one lacked pages: small images do not overtake large ones.
@@ -312,11 +332,7 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self.caller.with_room(lambda: self._preparer.prepare(task))
-            # rows that neither a refiner nor ControlNets compute and that read no references
-            is_own = not (group.is_refined or task.settings.controlnets or task.settings.references)
-            if is_own and task.settings.full.all():
-                group = self.groups.best(group)
+            group = self._open(task)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
             for row_group in filter(None, (group, task.refined_group, *control_groups(task, group))):
                 expert, expert_group = self._expert(row_group)
@@ -326,6 +342,25 @@ class ImageRunner:
             outcome.postponed.append(task)
         except Exception as error:
             outcome.failures[task] = failure_of(error, "generating this image")
+
+    def _open(self, task: ImageTask) -> GroupKey:
+        """Prepare an image and return its group; from its first step if it cannot continue from its capture."""
+        group = self.caller.with_room(lambda: self._preparer.prepare(task))
+        capture = task.resume_from
+        # rows that neither a refiner nor ControlNets compute and that read no references
+        is_own = not (group.is_refined or task.settings.controlnets or task.settings.references)
+        stays_plain = capture is not None and capture.latents is not None and not capture.is_compiled
+        if is_own and task.settings.full.all() and not stays_plain:
+            group = self.groups.best(group)
+        if capture is None:
+            return group
+        try:
+            self.captures.restore(task, group)
+        except CaptureError as reason:
+            log_refusal(task.live.request_id, reason)
+            task.restart()
+            return self._open(task)
+        return group
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
         """Advance the rows of ``plan`` group by group, and in halves where memory runs out."""

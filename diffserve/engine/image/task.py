@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from diffserve.api.sizes import step_cost
 from diffserve.api.tiles import TileLayout
-from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
+from diffserve.api.types import FILTERS, DenoisingRecipe, GenerationRequest, ImageResult, Picture, Priority
 from diffserve.engine.image.prompt_steps import PromptSchedule, TextPair
 from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
 
 if TYPE_CHECKING:
+    from diffserve.engine.image.capture_format import ImageCapture, PendingImage
     from diffserve.engine.image.state import ImageState
+    from diffserve.runtime.upscaling.store import Enlargement
 
 PAINT_FROM = 128
 """Smallest mask value that is repainted (diffusers binarizes at one half)."""
@@ -80,6 +82,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         control_digest: Digest of the ControlNets; empty without any.
         reference_digest: Digest of the IP-Adapters of the references; empty without any.
         sampler_digest: Digest of the file of a learned sampler; empty for a built-in one.
+        upscaler_digest: Digest of the upscaler network between the passes of hires fix; empty for a filter.
         controlled: Indices of the active ControlNets for each table row; empty without any.
         referenced: Indices of the active references for each table row; empty without any.
         switch_row: First table row of the refiner; ``None`` without a refiner.
@@ -104,6 +107,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     control_digest: bytes = b""
     reference_digest: bytes = b""
     sampler_digest: str = ""
+    upscaler_digest: bytes = b""
     controlled: tuple[tuple[int, ...], ...] = ()
     referenced: tuple[tuple[int, ...], ...] = ()
     switch_row: int | None = None
@@ -151,11 +155,18 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
         """Work of table row i, in UNet rows of the native size."""
-        controlled = self.controlled or ((),) * len(self.full)
-        rows = zip(self.full.tolist(), self.rows_at, controlled, strict=True)
+        none_active = ((),) * len(self.full)
+        controlled, referenced = self.controlled or none_active, self.referenced or none_active
+        rows = zip(self.full.tolist(), self.rows_at, controlled, referenced, strict=True)
         return tuple(
-            step_cost(1.0 if full else self.shallow_share, len(controls), num_rows=num_rows, row_cost=self.row_cost)
-            for full, num_rows, controls in rows
+            step_cost(
+                1.0 if full else self.shallow_share,
+                len(controls),
+                num_references=len(references),
+                num_rows=num_rows,
+                row_cost=self.row_cost,
+            )
+            for full, num_rows, controls, references in rows
         )
 
     @cached_property
@@ -186,6 +197,7 @@ class LiveRequest(Live):
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
         image_settings: Settings of each image, if their prompts differ; ``settings`` are those of the first.
+        captured_s: When its images were last captured; at first when they began.
     """
 
     request: GenerationRequest
@@ -209,6 +221,7 @@ class LiveRequest(Live):
     first_failure: FailureReason | None = None
     candidates: list[ImageResult] = field(default_factory=list)
     image_settings: tuple[GenerationSettings, ...] = ()
+    captured_s: float | None = None
 
     def __post_init__(self) -> None:
         self.line = self.request.client, self.request.priority
@@ -261,6 +274,11 @@ class ImageTask:
         is_interrupted: Whether it ends with its next step, whose denoised estimate is decoded.
         first_pass: Image of the finished first pass of hires fix; ``None`` before.
         first_settings: Settings of that pass.
+        resume_from: State that it continues from once it is prepared.
+        capture_key: Digest that names the image in its captures, once it is computed.
+        final_capture: Its final latents, if other images of its request are captured.
+        enlargement: Tiles of that image, while an upscaler network enlarges it.
+        enlarged: That image as an upscaler network has enlarged it.
     """
 
     live: LiveRequest
@@ -281,10 +299,40 @@ class ImageTask:
     is_interrupted: bool = False
     first_pass: Picture | None = None
     first_settings: GenerationSettings | None = None
+    resume_from: ImageCapture | None = None
+    capture_key: bytes | None = None
+    final_capture: PendingImage | None = None
+    enlargement: Enlargement | None = None
+    enlarged: Picture | None = None
 
     def __post_init__(self) -> None:
         settings = self.live.image_settings
         self.settings = settings[self.image_index] if settings else self.live.settings
+
+    def resume(self, capture: ImageCapture) -> None:
+        """Let an image that has not begun continue from ``capture``."""
+        if capture.skipped_steps:
+            shorter = self.settings.shorter
+            self.settings = next(each for each in shorter if each.skipped_steps == capture.skipped_steps)
+        if capture.first_pass is not None:
+            assert self.settings.second is not None
+            self.first_pass, self.first_settings, self.settings = (
+                capture.first_pass,
+                self.settings,
+                self.settings.second,
+            )
+        self.similarity, self.resume_from = capture.similarity, capture
+        self.row_index, self.num_evaluations = capture.row_index, capture.num_evaluations
+
+    def restart(self) -> None:
+        """Go back to the first step, from which the image starts when it is prepared again."""
+        if self.state is not None:
+            self.loaded_state.close()
+        self.state = self.group = self.refined_group = None
+        self.first_pass = self.first_settings = self.similarity = self.resume_from = None
+        self.enlargement = self.enlarged = None
+        self.row_index = self.num_evaluations = 0
+        self.__post_init__()
 
     @property
     def prompt(self) -> str:
@@ -295,6 +343,12 @@ class ImageTask:
     def is_second(self) -> bool:
         """Whether the image is in the second pass of hires fix."""
         return self.first_pass is not None
+
+    @property
+    def awaits_upscaler(self) -> bool:
+        """Whether an upscaler network has to enlarge the image of the first pass before the second can begin."""
+        is_enlarged = self.first_pass is None or self.enlarged is not None or self.is_interrupted
+        return not is_enlarged and self.live.settings.hires_upscaler not in FILTERS
 
     def begin_second(self, first_pass: Picture) -> None:
         """Go on to the second pass of hires fix, which starts from the image of the first."""
@@ -563,6 +617,7 @@ class TickOutcome:
         pictures: Decoded images, (height_px, width_px, 3) uint8.
         previews: Previews of this step or an earlier one, as the device delivers them.
         latents: (C, h, w) float32, for requests that want them.
+        upscale_s: Seconds that an upscaler network took for a tile of an image between its two passes.
         task_of_row: Images of ``calls`` by request id and index at the start of the calls; another image may take one
             over meanwhile.
     """
@@ -574,6 +629,7 @@ class TickOutcome:
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
     prepare_s: dict[ImageTask, float] = field(default_factory=dict)
+    upscale_s: dict[ImageTask, float] = field(default_factory=dict)
     decode_s: dict[ImageTask, float] = field(default_factory=dict)
     rows_started_s: float = 0.0
     rows_ended_s: float = 0.0

@@ -78,6 +78,7 @@ def convert_body(
     styles: Sequence[PromptStyle],
     refused: Collection[str] = (),
     models: Collection[str] = (),
+    networks: Collection[str] = (),
 ) -> tuple[Txt2ImgBody, GenerateBody]:
     """Convert an A1111 body to the body of an image request.
 
@@ -87,6 +88,7 @@ def convert_body(
         styles: The available styles.
         refused: Fields that the model does not support; they are ignored in an infotext.
         models: Names of the served models.
+        networks: Names of the upscaler networks.
 
     Returns:
         ``body`` with the values of its infotext, and the body of the image request.
@@ -94,7 +96,7 @@ def convert_body(
     Raises:
         InvalidRequest: Something in the body cannot be used.
     """
-    body, recorded = _fill_from_infotext(body, refused, models)
+    body, recorded = _fill_from_infotext(body, refused, models, networks)
     message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} are allowed."
     check(body.num_images <= MAX_IMAGES, message, "batch_size")
     if body.script_name not in (None, "", "None"):
@@ -141,17 +143,18 @@ def convert_body(
         side = body.width or body.height
         values |= {"width": body.width or side, "height": body.height or side}
     if body.enable_hr and not isinstance(body, Img2ImgBody):
-        values |= _hires(body, styles)
+        values |= _hires(body, styles, networks)
     image_body = GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
     image_body.take_warnings(recorded.warnings)
     return body, image_body
 
 
-def warnings_of(body: Txt2ImgBody) -> list[str]:
-    """Return the warnings about ``body`` that do not depend on the model."""
+def warnings_of(body: Txt2ImgBody, networks: Collection[str] = ()) -> list[str]:
+    """Return the warnings about ``body`` that do not depend on the model; ``networks`` are names of upscalers."""
     upscaler = body.hr_upscaler or ""
-    is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
-    sentence = f"hr_upscaler {show(upscaler)} is not supported; the image was enlarged by Lanczos."
+    has_second = bool(body.enable_hr) and not isinstance(body, Img2ImgBody)
+    is_replaced = has_second and upscaler.lower() not in UPSCALERS and upscaler not in networks
+    sentence = f"hr_upscaler {show(upscaler)} is not one of /sdapi/v1/upscalers; the image was enlarged by Lanczos."
     return [*ignored(body), *ignored_in_units(body), *[sentence] * is_replaced]
 
 
@@ -226,13 +229,13 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
 
 
 def _fill_from_infotext(
-    body: Txt2ImgBody, refused: Collection[str], models: Collection[str]
+    body: Txt2ImgBody, refused: Collection[str], models: Collection[str], networks: Collection[str]
 ) -> tuple[Txt2ImgBody, InfotextFields]:
     """Fill missing fields of ``body`` from its infotext; also return the recorded fields that A1111 does not have."""
     if not body.infotext:
         return body, InfotextFields({}, ())
     read, is_start = parse_sent(body.infotext), isinstance(body, Img2ImgBody)
-    recorded = request_of(read, has_start=is_start, refused=refused, models=models)
+    recorded = request_of(read, has_start=is_start, refused=refused, models=models, upscalers=lambda: networks)
     fields = dict(recorded.fields)
     body_fields = {_BODY_FIELDS[name]: fields.pop(name) for name in _BODY_FIELDS if name in fields}
     schedule = fields.pop("sigma_schedule", None)
@@ -285,7 +288,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidRequest(message, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
 
-def _hires(body: Txt2ImgBody, styles: Sequence[PromptStyle]) -> dict[str, Any]:
+def _hires(body: Txt2ImgBody, styles: Sequence[PromptStyle], networks: Collection[str]) -> dict[str, Any]:
     """Return the request fields of the second pass (hires fix), with A1111's defaults."""
     size = None
     if body.hr_resize_x or body.hr_resize_y:
@@ -302,13 +305,13 @@ def _hires(body: Txt2ImgBody, styles: Sequence[PromptStyle]) -> dict[str, Any]:
         has_same_tags = read_tags(prompt)[1] == read_tags(body.prompt or "")[1]
         texts["hires_prompt"] = (read_tags(prompt)[0] if has_same_tags else prompt) if body.hr_prompt else None
         texts["hires_negative_prompt"] = negative if body.hr_negative_prompt else None
-    sampler, schedule = body.hr_sampler_name, body.hr_scheduler
+    sampler, schedule, upscaler = body.hr_sampler_name, body.hr_scheduler, body.hr_upscaler or ""
     return {
         "hires_scale": None if size else body.hr_scale or HIRES_SCALE,
         "hires_size": size,
         "hires_strength": HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength,
         "hires_steps": body.hr_second_pass_steps or None,
-        "hires_upscaler": UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS),
+        "hires_upscaler": upscaler if upscaler in networks else UPSCALERS.get(upscaler.lower(), LANCZOS),
         "hires_sampler": None if sampler in (None, "", "Use same sampler") else sampler,
         "hires_schedule": None if schedule in (None, "", "Use same scheduler") else _schedule(schedule),
         **texts,

@@ -71,7 +71,9 @@ class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
         model = (body.override_settings or options).get("sd_model_checkpoint")
         refused = self._service.refused_fields(str(model).partition(" [")[0] if model else None)
         models = [served.name for served in self._engine.models]
-        body, image_body = convert_body(body, options, styles, refused, models)
+        has_networks = body.enable_hr or body.infotext
+        networks = await LISTINGS.run(self._service.upscaler_networks) if has_networks else []
+        body, image_body = convert_body(body, options, styles, refused, models, networks)
         info = self._service.model(image_body.model)
         start_reader = None
         if isinstance(body, Img2ImgBody):
@@ -86,7 +88,7 @@ class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
             start_reader=start_reader,
             rewriter="off",
             preview_every=math.ceil(num_steps / NUM_PREVIEWS) if is_polled else 0,
-            warnings=(*warnings_of(body), *ignored_refiner(body, info.refiner)),
+            warnings=(*warnings_of(body, networks), *ignored_refiner(body, info.refiner)),
         )
         return A1111Plan(images=images, body=body, warnings=images.warnings, price=images.price)
 

@@ -139,7 +139,7 @@ class A1111Routes:
         self._post(f"{CONTROLNET}/detect", answer, "Create control maps from images", DetectBody)
 
     def _upscalers(self) -> list[dict[str, Any]]:
-        """Return A1111's filters, then the networks, which only the routes of finished images take."""
+        """Return A1111's filters, then the networks."""
         usable = UpscalerFolders(self._info().upscaler_dir).usable()
         names = {"model_name": None, "model_path": None, "model_url": None}
         return UPSCALER_LIST + [

@@ -60,7 +60,10 @@ class ImageEndpoint(ImageServiceEndpoint[GenerateBody, ImagePlan]):
         if b'"infotext"' not in data:
             return await read_body(request, self.body)
         names = [model.name for model in self._engine.models]
-        return await ANSWERS.run(read_repeated, self.body, data, names, self._service.refused_fields)
+        service = self._service
+        return await ANSWERS.run(
+            read_repeated, self.body, data, names, service.refused_fields, service.upscaler_networks
+        )
 
     async def _read_form(self, request: Request, kind: type[StartBody]) -> StartBody:
         """Read a form with its uploaded files."""

@@ -306,7 +306,11 @@ def _reference_bytes(image: AnyImage, name: str) -> bytes:
 
 
 def read_repeated(
-    kind: type[GenerateBody], data: bytes, models: Collection[str], refused: Callable[[str | None], Collection[str]]
+    kind: type[GenerateBody],
+    data: bytes,
+    models: Collection[str],
+    refused: Callable[[str | None], Collection[str]],
+    upscalers: Callable[[], Collection[str]],
 ) -> GenerateBody:
     """Read a body whose ``infotext`` fills the fields that it omits.
 
@@ -315,6 +319,7 @@ def read_repeated(
         data: The body as JSON.
         models: Names of the models that are served.
         refused: Returns the fields that a model does not take.
+        upscalers: Returns the names of the upscaler networks.
 
     Raises:
         InvalidRequest: Something in the body or in its infotext cannot be used.
@@ -333,7 +338,8 @@ def read_repeated(
     infotext = parse_sent(text)
     name = fields.get("model") or infotext.fields.get("Model")
     refusals = refused(name if isinstance(name, str) and name in models else None)
-    recorded = request_of(infotext, has_start=issubclass(kind, StartBody), refused=refusals, models=models)
+    has_start = issubclass(kind, StartBody)
+    recorded = request_of(infotext, has_start=has_start, refused=refusals, models=models, upscalers=upscalers)
     replaced = {alias for name in fields for alias in ALIASES.get(name, (name,)) if fields[name] is not None}
     defaults = {name: value for name, value in recorded.fields.items() if name not in replaced}
     fields = {name: value for name, value in fields.items() if value is not None}

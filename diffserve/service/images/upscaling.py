@@ -23,12 +23,11 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.types import FILTERS, LANCZOS, NEAREST, ModelInfo, Picture, Priority
 from diffserve.api.upscale_types import (
     MAX_FACTOR,
-    MAX_INPUT_PIXELS,
-    MAX_OUTPUT_PIXELS,
     Upscaled,
     UpscaleRequest,
     check_input_size,
     check_output_size,
+    upscale_work,
 )
 from diffserve.media.decoders import ImageDecoder
 from diffserve.media.images import ImageFormat
@@ -40,6 +39,7 @@ from diffserve.media.upscaling import (
     blend,
     enlarge,
     kind_of,
+    needs_another_run,
     target_size,
     upscale_label,
     with_upscale,
@@ -53,14 +53,12 @@ from diffserve.service.http.bodies import BodyT, WorkBody, show
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.http.streams import Events
 from diffserve.service.images.image_endpoint import ImageServiceEndpoint
+from diffserve.service.images.image_history import HistoryWriter, upscaled_recipe
 from diffserve.service.images.image_store import ImageUrls, new_name
 from diffserve.service.images.inputs import image_bytes
 from diffserve.service.images.schemas import AnyImage, Label
 from diffserve.service.lifecycle import json_response, read_body
 from diffserve.service.threads import ANSWERS, LISTINGS
-
-PIXELS_PER_ROW: Final = 16_384
-"""Pixels of an image whose upscaling counts as a UNet row in the limits of the queue."""
 
 UPLOADS: Final[dict[str, Any]] = {"image": {"type": "string", "format": "binary"}}
 FACTOR_HELP: Final = "Enlargement; default: that of the upscaler, 2 for filters."
@@ -127,7 +125,7 @@ class UpscaleJob(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def work(self) -> float:
         """Cost in UNet rows."""
-        return max(1.0, self.picture.width_px * self.picture.height_px / PIXELS_PER_ROW)
+        return upscale_work(self.picture.width_px, self.picture.height_px)
 
 
 class UpscaledFile(msgspec.Struct, frozen=True):
@@ -151,6 +149,7 @@ class UpscalePlan(RequestPlan, frozen=True, kw_only=True):
         compression: Quality of JPEG and WebP.
         marks: Provenance marks.
         urls: Creates URLs of images; None: images have none.
+        history: Records images; None: they are not recorded.
     """
 
     request_id: str
@@ -161,6 +160,7 @@ class UpscalePlan(RequestPlan, frozen=True, kw_only=True):
     image_format: ImageFormat = "png"
     compression: int = 100
     urls: ImageUrls | None = None
+    history: HistoryWriter | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -181,9 +181,8 @@ class Upscalers:
         name = name or self.default
         if name.lower() in FILTERS:
             return name.lower(), FILTER_SCALE
-        path = self.folders.find(name)
-        full = next(full for full, other in self.folders.usable().items() if other == path)
-        return full, float(read_upscaler(path).shape.scale)
+        full_name, path = self.folders.find(name)
+        return full_name, float(read_upscaler(path).shape.scale)
 
 
 def read_job(
@@ -293,7 +292,7 @@ class UpscalingEndpoint(ImageServiceEndpoint[BodyT, UpscalePlan], Generic[BodyT]
             )
             done = await self._in_engine(request)
             picture, device_s, num_passes = done.image, device_s + done.device_s, num_passes + 1
-            if done.scale == 1 or not _needs_more(picture, job.target, done.scale):
+            if not needs_another_run(picture, job.target, done.scale):
                 break
         filter_name = NEAREST if upscaler == NEAREST else LANCZOS
         return await ANSWERS.run(enlarge, picture, *job.target, filter_name), device_s
@@ -325,13 +324,6 @@ def _counted(plan: UpscalePlan, job: UpscaleJob, device_s: float) -> Upscaled:
     return Upscaled(
         request_id=plan.request_id, image=empty, upscaler=job.upscaler, scale=1, device_s=device_s, waited_s=0.0
     )
-
-
-def _needs_more(picture: Picture, target: TargetSize, scale: int) -> bool:
-    """Return whether the network should enlarge a result again: it is too small, and another pass is possible."""
-    width, height = picture.width_px, picture.height_px
-    is_possible = width * height <= MAX_INPUT_PIXELS and scale**2 * width * height <= MAX_OUTPUT_PIXELS
-    return is_possible and (width < target.width_px or height < target.height_px)
 
 
 class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
@@ -371,6 +363,7 @@ class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
             image_format=body.output_format or "png",
             compression=100 if body.output_compression is None else body.output_compression,
             urls=urls if body.response_format == "url" else None,
+            history=self._service.history_writer(request),
             warnings=tuple(body.warnings),
             price=self._config.price,
         )
@@ -382,16 +375,22 @@ class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
 
 
 def answer_of(plan: UpscalePlan, files: Sequence[UpscaledFile]) -> bytes:
-    """Format the answer, in the form of OpenAI's image answers; slow, so call it in a thread."""
+    """Record the image, and format the answer in the form of OpenAI's image answers; slow, so call it in a thread."""
     result, job = files[0], plan.jobs[0]
-    url = {} if plan.urls is None else {"url": plan.urls.store(result.file, new_name(plan.image_format))}
+    name, size = new_name(plan.image_format), f"{result.width_px}x{result.height_px}"
+    url = {} if plan.urls is None else {"url": plan.urls.store(result.file, name)}
+    history_id = {}
+    if plan.history is not None:
+        body = {"upscaler": job.upscaler, "size": size, "output_format": plan.image_format}
+        recipe = upscaled_recipe(job.infotext or "", plan.request_id, body, (result.width_px, result.height_px))
+        history_id = {"history_id": plan.history.add_upscaled(recipe, job.upscaler, result.file, name)}
     document = {
         "id": plan.request_id,
         "created": int(time.time()),
-        "data": [url | {"b64_json": base64.b64encode(result.file).decode("ascii")}],
+        "data": [url | {"b64_json": base64.b64encode(result.file).decode("ascii")} | history_id],
         "background": "opaque",
         "output_format": plan.image_format,
-        "size": f"{result.width_px}x{result.height_px}",
+        "size": size,
         "upscaler": job.upscaler,
         "scale": round(result.width_px / job.picture.width_px, 4),
         "usage": plan.spent(sum(file.device_s for file in files)),

@@ -29,6 +29,7 @@ from diffserve.experiments.served.run import CELLS, NO_AXES
 from diffserve.experiments.summary import CellSummary
 from diffserve.experiments.verdicts import Comparison
 from diffserve.models.learned_samplers import LearnedSamplers
+from diffserve.models.templates import Wildcards
 from diffserve.service.admission import BATCH
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.http.bodies import Body, show
@@ -103,7 +104,9 @@ class ExperimentBody(Body):
         Annotated[
             dict[Annotated[str, Field(max_length=100)], AxisValues],
             Field(
-                max_length=20, description='Values of further fields, such as {"eta": "0,0.5"} or {"lora:ink": [1]}.'
+                max_length=20,
+                description='Values of further fields, such as {"eta": "0,0.5"}, {"lora:ink": [1]} or '
+                '{"prompt": "a {red|blue} fox"}.',
             ),
         ]
         | None
@@ -148,6 +151,7 @@ class ExperimentBody(Body):
                 max_images=self.max_images,
                 detect=self.detect,
                 learned_steps=LearnedSamplers.of(info).steps_of,
+                wildcards=Wildcards(info.wildcard_dir),
             )
             plan.check(info)
         except InvalidRequest as error:
@@ -175,7 +179,7 @@ def _in_words_of_the_body(error: InvalidRequest) -> InvalidRequest:
 
 def _warnings(plan: SweepPlan, info: ModelInfo) -> list[str]:
     """Return warnings about cells without a comparison and about prompts that cannot be checked."""
-    why_not = PromptCheck(info.family, plan.prompts).why_not
+    why_not = PromptCheck(info.family, plan.all_prompts).why_not
     unchecked = [] if why_not is None else [f"Exact prompt match is not measured: {why_not}"]
     return [*plan_warnings(plan), *unchecked]
 
@@ -241,7 +245,7 @@ class ExperimentRoutes:
 
     @staticmethod
     def _check_prompts(safety: Safety, plan: SweepPlan) -> None:
-        for prompt in plan.prompts:
+        for prompt in plan.all_prompts:
             safety.check_texts({"prompt": prompt})
 
     async def list_experiments(
