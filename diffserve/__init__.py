@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from diffserve.api.types import (
         Accepted,
         Cancelled,
+        Captured,
         DiffusionParams,
         Event,
         Failed,
@@ -53,6 +54,7 @@ _MODULES = (
 __all__ = [
     "Accepted",
     "Cancelled",
+    "Captured",
     "ChatMessage",
     "CombinedEngine",
     "DiffserveError",

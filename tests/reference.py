@@ -26,6 +26,7 @@ TABLES: Final = {
     "engine": ("embedded", "Scheduling, memory and compiled calls."),
     "text": ("embedded", "The language model."),
     "serve": ("serve", "The HTTP server."),
+    "store": ("serve", "The database of a server; see [backup and upgrade](operations.md#backup-and-upgrade)."),
 }
 """Table -> the file in ``configs/`` that has all of its keys, and what the table is about."""
 

@@ -16,7 +16,7 @@ import diffserve
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = {"bench", "c2pa", "cluster", "mcp", "otel", "test", "dev", "docs"}
+EXTRAS = {"bench", "c2pa", "cluster", "mcp", "otel", "postgresql", "test", "dev", "docs"}
 WEIGHTS_LIMIT_BYTES = 60_000_000  # of all models together, in 16 bits
 TRACKED_LIMIT_BYTES = 60 << 20
 """The checkout is carried to machines without a network, with the wheels they lack, in at most 64 MiB."""

@@ -16,6 +16,8 @@ EARLY = "The server is loading its models; the image is generated as soon as the
 
 LOST = "This request was lost when the server stopped; press Generate to run it again."
 
+GONE = "This image no longer exists; generate it again."
+
 LOADED = "Settings loaded; press Generate."
 
 ASK = "Delete permanently?"

@@ -49,14 +49,17 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     return value
 
 
-def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, param: str | None = None) -> int | None:
-    """Parse an integer from 1 to ``most``; an empty text gives None.
+def read_count(
+    text: str | None, name: str, most: int, nothing: str = "1", *, least: int = 1, param: str | None = None
+) -> int | None:
+    """Parse an integer from ``least`` to ``most``; an empty text gives None.
 
     Args:
         text: The text in the form.
         name: Name of the field in the message.
         most: The largest allowed value.
         nothing: The meaning of an empty text, for the message.
+        least: The smallest allowed value.
         param: Name of the request field, if it is not ``name``.
 
     Raises:
@@ -66,9 +69,9 @@ def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, pa
         value = read_number(text, name)
     except InvalidRequest:
         value = math.nan
-    if value is not None and not (value.is_integer() and 1 <= value <= most):
+    if value is not None and not (value.is_integer() and least <= value <= most):
         raise InvalidRequest(
-            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from 1 to {most}, or leave it "
+            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from {least} to {most}, or leave it "
             f"empty for {nothing}.",
             param=param or name,
         )
@@ -145,7 +148,13 @@ def read_typed(name: str, text: str | None, image: ImageCapabilities) -> Any:
     if field.type == tuple[float, float]:
         return read_interval(text, name, TYPED[name].lower())
     maximum = image.max_images if name == "best_of" or field.maximum is None else field.maximum
-    return read_count(text, name, int(maximum)) if field.type is int else read_number(text, name, maximum)
+    if field.type is int:
+        least = 1 if field.minimum is None else int(field.minimum)
+        return read_count(text, name, int(maximum), field.default_text.partition(";")[0], least=least)
+    value = read_number(text, name, maximum)
+    if value is not None:
+        field.check(name, value)
+    return value
 
 
 TYPED: Final = {name: REQUEST_FIELDS[name].form for name in FORM_FIELDS}

@@ -54,7 +54,8 @@ class HistoryHandlers:
         packed.success(js="(file) => diffserve.save(file)", inputs=tab.file, **SILENT)
         tab.full_screen.click(js="() => diffserve.fullScreen('history-grid')", **SILENT)
         begin = create.settings.start
-        form = [*create.fields.all, create.showing.caption, *begin.outputs, tab.note]
+        form = [*create.fields.all, create.showing.caption, *begin.outputs, create.settings.references.listing]
+        form.append(tab.note)
         edited = [*begin.outputs, create.fields.strength, create.showing.caption]
         edited += [create.fields.prompt, create.fields.negative_prompt]
         to_create = "() => diffserve.openTab('Create')"
@@ -150,7 +151,7 @@ class HistoryHandlers:
     async def restore(self, request: gr.Request) -> list[Update]:
         """Load the settings of the selected image into the form."""
         looking = self._of(request)
-        nothing = [gr.skip()] * (len(FORM_FIELDS) + 5)
+        nothing = [gr.skip()] * (len(FORM_FIELDS) + 6)
         if not looking.selected:
             return [*nothing, gr.skip()]
         entry = looking.selected[0][0]
@@ -165,7 +166,8 @@ class HistoryHandlers:
         if "mask" in entry.restore.needs:
             notes = (*notes, "Its mask is not stored; draw it again.")
         caption = captions.status(captions.LOADED, notes=notes)
-        return [*form.values, caption, *still_shown(visitor.start), gr.skip()]
+        listing = gr.skip() if form.uses_references else ""
+        return [*form.values, caption, *still_shown(visitor.start), listing, gr.skip()]
 
     async def edit(self, request: gr.Request) -> list[Update]:
         """Edit the selected image, with its prompts."""
@@ -211,7 +213,8 @@ class HistoryHandlers:
         return None if data is None else await self._written(entry, data)
 
     async def _written(self, entry: HistoryEntry, data: bytes) -> Path:
-        name = f"{entry.prompt[:40]}-{seeds_named(entry.seed, entry.variation_seed)}.{format_of(data)}"
+        seeds = "" if entry.seed is None else f"-{seeds_named(entry.seed, entry.variation_seed)}"
+        name = f"{entry.prompt[:40]}{seeds}-{entry.width}x{entry.height}.{format_of(data)}"
         return await asyncio.to_thread(self._server.files.write, data, name)
 
 

@@ -138,7 +138,7 @@ class Looking:
         if len(selected) == 1:
             entry = selected[0][0]
             at = datetime.fromtimestamp(entry.created_at, UTC)
-            facts = f"{entry.model}, {entry.width}x{entry.height}, {seeds_text(entry.seed, entry.variation_seed)}, "
+            facts = f"{entry.model}, {entry.width}x{entry.height}{_seeds(entry)}, "
             moment = f'<time datetime="{at:%Y-%m-%dT%H:%M:%SZ}">{at:%Y-%m-%d %H:%M} UTC</time>'
             prompt = html.escape(entry.prompt or "No prompt.")
             return f'<div role="status"><p>{prompt}</p><p class="note">{html.escape(facts)}{moment}</p></div>'
@@ -153,7 +153,7 @@ class Looking:
 
     def _tile(self, entry: HistoryEntry, path: Path) -> str:
         is_selected = entry.id in self._ids
-        name = html.escape(f"{entry.prompt[:80]}, {seeds_text(entry.seed, entry.variation_seed)}", quote=True)
+        name = html.escape(f"{entry.prompt[:80] or 'No prompt'}{_seeds(entry)}", quote=True)
         box = f'<input type="checkbox" aria-label="{name}"{" checked" if is_selected else ""}>'
         star = '<span class="star" role="img" aria-label="Favorite">★</span>' if entry.favorite else ""
         source = html.escape(f"gradio_api/file={quote(str(path))}", quote=True)
@@ -162,6 +162,11 @@ class Looking:
             f'<li class="{kind}" data-id="{html.escape(entry.id, quote=True)}"><label>{box}'
             f'<img src="{source}" alt="" loading="lazy">{star}</label></li>'
         )
+
+
+def _seeds(entry: HistoryEntry) -> str:
+    """Return the seeds of an image as the end of its description; empty if they are not known."""
+    return "" if entry.seed is None else f", {seeds_text(entry.seed, entry.variation_seed)}"
 
 
 def zip_of(files: Sequence[Path]) -> bytes:

@@ -192,7 +192,8 @@
   diffserve.unmark = () => { sessionStorage.removeItem(KEPT); picture = null; marks = []; return []; };
   diffserve.withMarks = (values) => {
     if (live) { isDown = false; end(); }
-    const told = diffserve.isEdit() ? JSON.stringify({ is_edit: true, mask: picture ? mask() : "" }) : "";
-    return [...values.slice(0, -1), told];
+    const sent = { is_edit: diffserve.isEdit(), references: diffserve.references() };
+    if (sent.is_edit && picture) sent.mask = mask();
+    return [...values.slice(0, -1), sent.is_edit || sent.references.length ? JSON.stringify(sent) : ""];
   };
 })();

@@ -16,6 +16,15 @@ async function diffserveCopy(text) {
   setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
 }
 
+// Settings of the reference images; an empty number is null.
+diffserve.references = () => [...document.querySelectorAll("#references [data-reference]")].map((item) => {
+  const settings = { id: item.dataset.reference };
+  for (const { type, value, dataset } of item.querySelectorAll("[data-set]")) {
+    settings[dataset.set] = type !== "number" ? value : value === "" ? null : Number(value);
+  }
+  return settings;
+});
+
 // Saves a file that the server prepared.
 diffserve.save = (file) => {
   if (!file) return [];

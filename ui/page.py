@@ -9,18 +9,21 @@ from typing import Any, Final
 
 import gradio as gr
 from gradio.blocks import Block
+from gradio.events import Dependency
 
 from diffserve.api.errors import DiffserveError
 from ui import history, history_view
 from ui.blocks import PageBlocks
 from ui.captions import LOST, READY, status
-from ui.create import adapters, examples, palette
+from ui.create import adapters, examples, palette, references
 from ui.create.adapters import AdapterHandlers
 from ui.create.handlers import CreateHandlers
 from ui.create.layout import CreateTab, lay_out
 from ui.create.parameters import NUMBERS, quality_labels, sampler_labels
+from ui.create.references import ReferenceHandlers
 from ui.create.rewriting import Rewriting
 from ui.create.start import Starting
+from ui.create.upscaling import Upscaling
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
 from ui.fields import TYPED
@@ -68,9 +71,12 @@ def build(server: Server) -> PageBlocks:
                 creating.connect()
                 starting = Starting(server, visitors, tab.settings.start)
                 starting.connect(showing.edit, showing.picture)
+                Upscaling(server, visitors, tab).connect()
                 Rewriting(server, visitors, tab).connect()
                 palette.connect(server, fields.prompt, fields.loras, fields.rewrite_mode, fields.model, tab.palette)
                 AdapterHandlers(server, visitors, panel).connect(fields.prompt, fields.negative_prompt, showing.caption)
+                referring = ReferenceHandlers(server, visitors, tab.settings.references)
+                referring.connect(showing.use_reference, showing.picture, fields.model, tab.settings.groups)
             with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
                 add_experiment(server, page, experiment)
             with gr.Tab("History", id="history", elem_id="history-tab") as opened:
@@ -78,7 +84,10 @@ def build(server: Server) -> PageBlocks:
                 history.HistoryHandlers(server, visitors).connect(history_tab, opened, tab)
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
-        _greet(page, server, visitors, creating, starting, tab, about, leaving)
+        arrived = _greet(page, server, visitors, creating, tab, about, leaving)
+        arrived.then(starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
+        arrived.then(referring.show, fields.model, tab.settings.references.listing, **PRIVATE)
+        arrived.then(js="() => diffserve.goOn()", **SILENT)
         page.unload(leave)
     page.max_threads = MAX_EVENTS
     page.queue(default_concurrency_limit=None)
@@ -90,15 +99,20 @@ def _greet(
     server: Server,
     visitors: Visitors,
     creating: CreateHandlers,
-    starting: Starting,
     tab: CreateTab,
     about: gr.HTML,
     leaving: gr.HTML,
-) -> None:
-    """Connect the events of a page that opens: restore its earlier state, then show what the loaded models support."""
+) -> Dependency:
+    """Connect the events of a page that opens: show what the loaded models support, and the visitor's images.
+
+    Returns:
+        The event after which the visitor is known.
+    """
     fields, panel = tab.fields, tab.settings.adapters
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.num_images, tab.examples]
     of_model += [panel.lora, panel.embeddings, panel.style, fields.loras, panel.controlling, fields.control]
+    referring = tab.settings.references
+    of_model += [referring.panel, referring.missing, tab.showing.use_reference]
     of_model += [tab.palette.panel, tab.palette.things, *fields.typed.values()]
     outputs = [*of_model, fields.model, fields.rewrite_mode, tab.wording.note, tab.showing.caption]
 
@@ -152,8 +166,7 @@ def _greet(
         show_progress="hidden",
         concurrency_limit=None,
     )
-    arrived.then(starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
-    arrived.then(js="() => diffserve.goOn()", **SILENT)
+    return arrived
 
 
 def _facts(models: Models, model: str | None, styles: Sequence[str]) -> list[Any]:
@@ -168,6 +181,7 @@ def _facts(models: Models, model: str | None, styles: Sequence[str]) -> list[Any
         gr.update(maximum=image.max_images),
         examples.shown(image.world is not None),
         *adapters.shown(image, styles),
+        *references.shown(image.references),
         *palette.shown(image.world),
         *(_unsupported(name) if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
     ]

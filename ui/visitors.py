@@ -23,6 +23,7 @@ from diffserve.client import Asker, ask_for
 from diffserve.media.decoders import ImageDecoder, shared_decoders
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form, StartFile
+from ui.create.reference_files import References
 from ui.files import PageFiles, owner_of
 from ui.guard import bound, key_of
 from ui.server import GRACE_S, Server
@@ -92,6 +93,7 @@ class Visitor:
         grace_s: How many seconds requests continue while no page shows them.
         keep: Callback for every finished image.
         control: The file of the control image, None before one is chosen.
+        references: The reference images.
         wish: The prompt before its last rewrite.
         asked: The image whose deletion waits for confirmation.
     """
@@ -102,6 +104,7 @@ class Visitor:
         self.news = 0
         self.trouble: str | None = None
         self.control: Path | None = None
+        self.references = References()
         self.wish = ""
         self.asked: Path | None = None
         self._settled: frozenset[str] = frozenset()
@@ -123,7 +126,8 @@ class Visitor:
     @property
     def is_empty(self) -> bool:
         """Whether this visitor has no state worth keeping, apart from an error message."""
-        return not (self.pictures or self.control or self.is_busy or self._num_watching or self._start)
+        has_images = self.pictures or self.control or self.references or self._start
+        return not (has_images or self.is_busy or self._num_watching)
 
     @property
     def has_something(self) -> bool:
@@ -176,10 +180,19 @@ class Visitor:
         if changed is not None and self.keep is not None:
             self.keep(changed)
 
+    def add(self, picture: FinishedPicture) -> None:
+        """Add a ``picture`` that no request painted, and show it alone from now on."""
+        self.batch = []
+        if not self.is_busy:
+            self._latest = None
+        self._take(picture)
+
     def begin_as(self, form: Form) -> None:
-        """Remove the image to edit if the settings in ``form`` do not use one."""
+        """Remove the image to edit and the references if the settings in ``form`` do not use them."""
         if form.strength is None:
             self._start = None
+        if not form.uses_references:
+            self.references.clear()
 
     def paint(self, server: Server, request: CheckedForm | Form, start: StartFile | None = None) -> Painting:
         """Start the request ``request``, from the image ``start`` or from noise."""

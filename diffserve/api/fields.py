@@ -354,6 +354,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--hires-scale",
         metavar="FACTOR",
         a1111="hr_scale",
+        form="Hires scale",
     ),
     "hires_size": RequestField(
         type=str,
@@ -374,6 +375,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--hires-strength",
         metavar="SHARE",
         a1111="denoising_strength",
+        form="Hires strength",
     ),
     "hires_steps": RequestField(
         type=int,
@@ -387,6 +389,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--hires-steps",
         metavar="N",
         a1111="hr_second_pass_steps",
+        form="Hires steps",
     ),
     "hires_upscaler": RequestField(
         type=str,
@@ -445,6 +448,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Tile size",
         option="--tile-size",
         metavar="PX",
+        form="Tile size",
     ),
     "tile_overlap": RequestField(
         type=int,
@@ -457,6 +461,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Tile overlap",
         option="--tile-overlap",
         metavar="PX",
+        form="Tile overlap",
     ),
     "outpaint": RequestField(
         type=str,
@@ -483,6 +488,7 @@ SHARED_FIELDS: Final = {name: field for name, field in REQUEST_FIELDS.items() if
 FORM_FIELDS: Final = (
     *("eta", "guidance_interval", "cache_interval", "similarity_threshold", "clip_skip", "micro_conditioning"),
     *("guidance_rescale", "variation_strength", "variation_seed", "switch_at", "best_of", "sigma_min", "sigma_max"),
+    *("hires_scale", "hires_steps", "hires_strength", "tile_size", "tile_overlap"),
 )
 """Typed fields of the page's form, in the order of the arguments of the page's API. New fields follow at the end."""
 

@@ -337,6 +337,9 @@ class GenerationRequest(
         image_prompts: Prompt of each image, with the same LoRA tags in all, if they differ; ``prompt`` is then the
             first of them.
         template: Template that the prompts were resolved from (``models.templates``), for the parameters; "": none.
+        capture_every_s: Seconds between ``Captured`` events of unfinished images; 0: none.
+        resume_from: State of the images in an earlier ``Captured`` event of the same request, from which they continue.
+            A state of another request, model or version is ignored: the images then start at their first step.
     """
 
     prompt: str
@@ -364,6 +367,8 @@ class GenerationRequest(
     encodings: Encodings | None = None
     image_prompts: tuple[str, ...] = ()
     template: str = ""
+    capture_every_s: float = 0.0
+    resume_from: bytes | None = None
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
@@ -389,6 +394,8 @@ class GenerationRequest(
         self._check_seed("seed", self.seed, 0 if has_variation else self.num_painted - 1)
         self._check_seed("variation_seed", self.diffusion.variation_seed, self.num_painted - 1)
         check(self.preview_every >= 0, f"preview_every is {self.preview_every}; give 0 or more.", "preview_every")
+        every_s = self.capture_every_s
+        check(every_s >= 0.0, f"capture_every_s is {every_s}; give seconds, or 0 for never.", "capture_every_s")
         check(
             self.mask_image is None or self.init_image is not None,
             "a mask was given without an image to inpaint; give init_image too.",
@@ -677,6 +684,12 @@ class Preview(RequestEvent, frozen=True, kw_only=True):
     picture: Picture
 
 
+class Captured(RequestEvent, frozen=True, kw_only=True):
+    """The state of all images of the request between two steps, for ``GenerationRequest.resume_from``."""
+
+    data: bytes
+
+
 class ImageFinished(RequestEvent, frozen=True, kw_only=True):
     """An image of the request is finished."""
 
@@ -710,7 +723,7 @@ class Cancelled(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the request was cancelled and its lanes are free."""
 
 
-Event = Accepted | Queued | Progress | Preview | ImageFinished | ImageFailed | Finished | Failed | Cancelled
+Event = Accepted | Queued | Progress | Preview | Captured | ImageFinished | ImageFailed | Finished | Failed | Cancelled
 TERMINAL = (Finished, Failed, Cancelled)
 
 

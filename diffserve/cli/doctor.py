@@ -15,6 +15,7 @@ from rich.console import Console
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.passwords import hide_password
 from diffserve.cli.names import FIELDS
 from diffserve.disk_cache import DiskCache
 from diffserve.media.provenance import Marks
@@ -138,7 +139,7 @@ def _check_style(settings: Settings) -> None:
 def _check_access(settings: Settings) -> None:
     """Check that the server would not be open to other machines unintentionally. Raises ConfigError."""
     serve = settings.serve
-    if (Path(serve.data_dir).expanduser() / FILE).is_file():
+    if settings.store.url or (Path(serve.data_dir).expanduser() / FILE).is_file():
         open_store(settings)
     else:
         open_ring(None)
@@ -175,7 +176,7 @@ def _settings(settings: Settings) -> Iterable[tuple[str, str, str]]:
         value = getattr(getattr(settings, table), key)
         if key == "good_sizes":
             value = " ".join(f"{width}x{height}" for width, height in value)
-        yield dotted, "auto" if value is None else str(value), settings.origins[dotted]
+        yield dotted, "auto" if value is None else hide_password(str(value)), settings.origins[dotted]
 
 
 def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:

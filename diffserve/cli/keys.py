@@ -68,7 +68,7 @@ def _keys_to_change(settings: Settings) -> Keys:
         InvalidRequest: The user declines, or standard input is not a terminal.
     """
     database = _database(settings)
-    folder = database.file.parent
+    folder = database.folder
     if settings.has_default_data_dir and database.is_served:
         question = f"A server is running with the default data folder {folder}. Change its keys?"
         if not sys.stdin.isatty() or not typer.confirm(question, err=True):
@@ -99,7 +99,7 @@ def _database(settings: Settings, *, is_new: bool = True) -> Database:
     if not is_new and not folder.is_dir():
         message = f"there is no data folder {folder}; give the data folder of the server with --data-dir DIR."
         raise InvalidRequest(message, param="data_dir")
-    return Database(folder)
+    return Database(folder, settings.store.url)
 
 
 def _usage_text(used: UsageCounts) -> str:

@@ -75,9 +75,10 @@ class Images(Recipe, frozen=True, kw_only=True):
 
 
 class UpscaledFile(msgspec.Struct, frozen=True):
-    """File of an upscaled image."""
+    """File of an upscaled image; ``history_id`` is the ID of its history entry, None if the server keeps no history."""
 
     file: bytes = msgspec.field(name="b64_json")
+    history_id: str | None = None
 
 
 class UpscaledImage(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,10 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Image in the history of an API key; ``favorite`` says whether it was marked as one."""
+    """Image in the history of an API key; ``favorite`` says whether it was marked as one.
+
+    An upscaled image has the name of the upscaler as its ``model``, and no seed if its file has no parameters.
+    """
 
     id: str
     created_at: int
@@ -81,7 +84,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     original_prompt: str | None = None
     width: int
     height: int
-    seed: int
+    seed: int | None = None
     variation_seed: int | None = None
     restore: Restore
 

@@ -39,7 +39,7 @@ from diffserve.api.upscale_types import UpscaleRequest
 from diffserve.cluster.config import ClusterConfig, settings_of
 from diffserve.cluster.pool import MAX_ATTEMPTS, RayPool, watch_replicas
 from diffserve.cluster.replica import Calls
-from diffserve.service.engine.engines import PROGRESS_EVENTS, Job, Watch, refuse_unready
+from diffserve.service.engine.engines import PROGRESS_EVENTS, Job, OnCapture, Watch, refuse_unready
 from diffserve.service.engine.pool import REPEATABLE_EVENTS
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
@@ -134,14 +134,21 @@ class StagedPool:
         await asyncio.gather(*(pool.stop() for pool in self.pools.values()))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+    def submit(
+        self,
+        request: Asks[E],
+        watch: Watch | None = None,
+        *,
+        is_whole: bool = False,
+        on_capture: OnCapture | None = None,
+    ) -> Job[E]:
         """Send a request to its stage, an image request through all stages; see ``Engines``."""
         if not isinstance(request, GenerationRequest):
             stage = self.decode if isinstance(request, UpscaleRequest) else self.encode
             return stage.submit(request, watch, is_whole=is_whole)
         self.require_ready()
-        job = Job(cast(Asks[E], request), self.cancel, watch, is_whole=is_whole)
-        staged = _StagedRequest(self, job, request, is_whole=is_whole)
+        job = Job(cast(Asks[E], request), self.cancel, watch, is_whole=is_whole, on_capture=on_capture)
+        staged = _StagedRequest(self, job, request, is_whole=is_whole, on_capture=on_capture)
         task = asyncio.create_task(staged.run(), name=f"image {request.request_id}")
         self._tasks[request.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
@@ -202,7 +209,17 @@ class _RetryBudget:
 class _StagedRequest:
     """An image request on its way through the stages; ``job`` is what its client reads."""
 
-    def __init__(self, pool: StagedPool, job: Job[Any], request: GenerationRequest, *, is_whole: bool) -> None:
+    def __init__(
+        self,
+        pool: StagedPool,
+        job: Job[Any],
+        request: GenerationRequest,
+        *,
+        is_whole: bool,
+        on_capture: OnCapture | None,
+    ) -> None:
+        self._on_capture = on_capture
+        self._capture = request.resume_from
         self._pool = pool
         self._job = job
         self._request = request
@@ -240,7 +257,7 @@ class _StagedRequest:
         return error
 
     async def _encode(self) -> TextsEncoded:
-        request = EncodeRequest(generation=replace(self._request, deadline_s=self._left_s()))
+        request = EncodeRequest(generation=replace(self._request, deadline_s=self._left_s(), resume_from=None))
         started_s = self._now()
         encoded: TextsEncoded = await self._answer(self._pool.encode, request)
         self._pool.metrics.did_stage("encode", self._now() - started_s, encoded.encodings.num_bytes)
@@ -257,6 +274,7 @@ class _StagedRequest:
                 seed=self._seed,
                 rewriting=None,
                 encodings=encoded.encodings,
+                resume_from=self._capture,
                 deadline_s=self._left_s(),
             )
             try:
@@ -269,7 +287,9 @@ class _StagedRequest:
 
     async def _denoise_once(self, request: GenerationRequest, encoded: TextsEncoded) -> None:
         started_s, num_bytes = self._now(), 0
-        async with self._pool.denoise.submit(request, self._watch, is_whole=self._is_whole) as events:
+        denoise = self._pool.denoise
+        on_capture = self._keep_capture if self._is_whole or self._on_capture else None
+        async with denoise.submit(request, self._watch, is_whole=self._is_whole, on_capture=on_capture) as events:
             async for event in events:
                 self._is_repeatable = self._is_repeatable and isinstance(event, REPEATABLE_EVENTS)
                 match event:
@@ -286,6 +306,12 @@ class _StagedRequest:
                         await self._finish(event)
                     case _:
                         self._job.feed(event)
+
+    def _keep_capture(self, capture: bytes) -> None:
+        """Keep the state of the images for the next attempt, and pass it on."""
+        self._capture = capture
+        if self._on_capture is not None:
+            self._on_capture(capture)
 
     def _watch(self, event: object) -> None:
         """Pass progress on, which a job that is read as a whole leaves out of its events."""

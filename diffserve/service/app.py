@@ -35,6 +35,7 @@ from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, HeadAsGet, OriginGuard, Outermost
 from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describe_api
+from diffserve.service.http.proxied_users import ProxiedUsers
 from diffserve.service.http.routing import ApiRoute
 from diffserve.service.images.image_endpoint import ImageEndpoint
 from diffserve.service.images.image_history import ImageHistory
@@ -215,6 +216,9 @@ def create_app(
     hosts = HostNames(config.host, config.allowed_hosts, public_url=config.public_url)
     app.add_middleware(OriginGuard, hosts=hosts, public_url=config.public_url, cors_origins=config.cors_origins)
     app.add_middleware(HeadAsGet)
+    if config.trusted_user_header:
+        proxies = config.trusted_proxies
+        app.add_middleware(ProxiedUsers, header=config.trusted_user_header, trusted_proxies=proxies)
     app.add_middleware(PublicPath, public_url=config.public_url, trusted_proxies=config.trusted_proxies)
     app.add_middleware(Outermost, metrics=engine.metrics)
     return app
@@ -334,7 +338,7 @@ def _history(
 ) -> ImageHistory:
     rows = History(database)
     pictures = ImageStore(
-        database.file.parent / "history",
+        database.folder / "history",
         max_bytes=config.history_bytes,
         kept_s=config.history_days * DAY_S,
         headers={PROVENANCE: checks.marks.header},

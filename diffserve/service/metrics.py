@@ -7,7 +7,6 @@ values, with ``..._up`` at 0. Labels never contain text from clients.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -33,6 +32,7 @@ from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.telemetry import GenAiMetrics, Traces
 from diffserve.store.batches import BatchBacklog, Batches
 from diffserve.store.database import Database
+from diffserve.store.errors import StoreError
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -333,7 +333,7 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
         def look() -> dict[tuple[str, ...], float]:
             try:
                 return read(batches.backlog())
-            except sqlite3.Error:
+            except StoreError:
                 return {}
 
         return look

@@ -73,7 +73,7 @@ def serve(
 def open_store(settings: Settings) -> tuple[Database | None, KeyRing | None]:
     """Open the database and the keys. Raises ConfigError if they cannot be read or open access is not allowed."""
     database = open_database(settings)
-    ring = open_ring(database)
+    ring = open_ring(database, has_users=bool(settings.serve.trusted_user_header))
     check_open(settings.serve, ring)
     return database, ring
 
@@ -83,13 +83,15 @@ def open_database(settings: Settings) -> Database | None:
 
     Raises:
         ConfigError: The database cannot be read, or the data folder was chosen by the user and cannot be written:
-            without the keys in it, the server would be open.
+            without the keys in it, the server would be open. A database at ``[store] url`` must be usable, too.
     """
     folder = Path(settings.serve.data_dir).expanduser()
     try:
-        return Database(folder)
+        return Database(folder, settings.store.url)
     except ConfigError as error:
-        if not settings.has_default_data_dir or os.environ.get(ENV_KEY) or _may_be_there(folder / FILE):
+        is_chosen = bool(settings.store.url) or not settings.has_default_data_dir
+        needs_keys = bool(os.environ.get(ENV_KEY) or settings.serve.trusted_user_header)
+        if is_chosen or needs_keys or _may_be_there(folder / FILE):
             raise
         print(f"diffserve: keys, files and history cannot be stored: {error.message}", flush=True)
         return None
@@ -103,15 +105,23 @@ def _may_be_there(file: Path) -> bool:
         return True
 
 
-def open_ring(database: Database | None) -> KeyRing | None:
-    """Load the keys from the database and the environment. Raises ConfigError if they cannot be read."""
+def open_ring(database: Database | None, *, has_users: bool = False) -> KeyRing | None:
+    """Load the keys from the database and the environment.
+
+    Args:
+        database: The database, None if nothing is stored.
+        has_users: Whether a proxy authenticates users, so that every request needs a user or a key.
+
+    Raises:
+        ConfigError: They cannot be read.
+    """
     env_key = os.environ.get(ENV_KEY, "")
     if env_key and len(env_key) < SHORTEST_KEY:
         message = (
             f"{ENV_KEY} has {len(env_key)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
         )
         raise ConfigError(message, param="api_key")
-    return None if database is None else KeyRing(database, env_key)
+    return None if database is None else KeyRing(database, env_key, has_users=has_users)
 
 
 def check_open(config: ServeConfig, ring: KeyRing | None) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from diffserve.api.bounds import Between, check_bounds
 from diffserve.api.errors import ConfigError
 from diffserve.api.fields import NoiseSource
+from diffserve.api.passwords import hide_password
 from diffserve.api.text_types import TextConfig
 from diffserve.api.types import ModelProfile, UNetPath
 
@@ -32,8 +33,10 @@ AUTO_STYLE = "auto"
 MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
+_HEADER = re.compile(r"[A-Za-z][A-Za-z0-9\-]{0,63}")
 _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
+_STORE_URL = re.compile(r"postgres(?:ql)?://\S+")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 logger = logging.getLogger(__name__)
@@ -232,6 +235,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     devices             one engine on each, behind one server: "cuda:0", "cuda:1", ...; repeated "cpu" divides the
                         cores; empty: one engine on ``[model] device``
     spare_engine        keep a process ready with its libraries imported, so that a crashed engine is back sooner
+    checkpoint_every_s  seconds between captures of the state of unfinished images, from which they continue if their
+                        engine is lost; 0: off, and they start again at their first step
     hang_after_s        an engine is restarted if a tick takes longer than both this and ten usual ticks, or if the
                         engine does not respond for this long
     debug               serve ``/debug/trace``
@@ -245,6 +250,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_backlog_s       seconds of waiting work per client, at the measured speed and in fair shares, above which
                         further requests are refused; the client's largest request does not count
     trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
+    trusted_user_header header in which these proxies name the user whom they authenticated, such as X-Forwarded-User;
+                        users need no key; "": none
     price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """
 
@@ -260,6 +267,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     startup_timeout_s: float
     shutdown_timeout_s: float
     hang_after_s: float
+    checkpoint_every_s: float
     unload_after_s: float
     devices: tuple[str, ...]
     spare_engine: bool
@@ -267,6 +275,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_size_px: int
     max_backlog_s: float
     trusted_proxies: tuple[str, ...]
+    trusted_user_header: str
     log_level: Literal["debug", "info", "warning", "error"]
     page: bool
     page_grace_s: float
@@ -309,6 +318,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "https://app.example.org, in lower case, with the port if it is not the default one."
             )
             _require(_ORIGIN.fullmatch(origin), message, "cors_origins")
+        header = self.trusted_user_header
+        message = f"trusted_user_header is {header[:80]!r}; give the name of a header, such as X-Forwarded-User."
+        _require(not header or _HEADER.fullmatch(header), message, "trusted_user_header")
+        message = "trusted_user_header is given without trusted_proxies; name the proxies that send it."
+        _require(not header or self.trusted_proxies, message, "trusted_user_header")
         for host in self.fetch_hosts:
             message = f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."
             _require(_FETCH_HOST.fullmatch(host), message, "fetch_hosts")
@@ -320,7 +334,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require(is_filter, message, "safety_filter")
         for name in self.__struct_fields__:
             if name.endswith("_s"):
-                value, may_be_never = getattr(self, name), name == "unload_after_s"
+                value, may_be_never = getattr(self, name), name in ("unload_after_s", "checkpoint_every_s")
                 never = ", or 0 for never" if may_be_never else ""
                 message = f"{name} is {value}; it must be a positive number of seconds{never}."
                 _require(math.isfinite(value) and (value > 0 or (may_be_never and value == 0)), message, name)
@@ -340,6 +354,24 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return HourlyPrice(self.price_per_hour, self.currency) if self.price_per_hour else None
 
 
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``[store]`` table: where a server keeps keys, files, batches, history and usage.
+
+    Attributes:
+        url: Address of a PostgreSQL database, with its password if it needs one; "": an SQLite file in the data folder.
+    """
+
+    url: str
+
+    def __post_init__(self) -> None:
+        address = hide_password(self.url)[:80]
+        advice = 'write it as postgresql://USER:PASSWORD@HOST:5432/NAME, or "" for an SQLite file in the data folder.'
+        _require(not self.url or _STORE_URL.fullmatch(self.url), f"url is {address!r}; {advice}", "url")
+
+    def __repr__(self) -> str:
+        return f"StoreConfig(url={hide_password(self.url)!r})"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a process.
 
@@ -348,6 +380,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         engine: The ``[engine]`` table.
         text: The ``[text]`` table.
         serve: The ``[serve]`` table.
+        store: The ``[store]`` table.
         origins: The place each value came from, by "table.key".
         models: Further models that a server may load (the ``[models]`` table and further ``--model`` options).
     """
@@ -356,6 +389,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     text: TextSettings
     serve: ServeConfig
+    store: StoreConfig
     origins: dict[str, str]
     models: tuple[ModelProfile, ...] = ()
 

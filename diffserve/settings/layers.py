@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, 
 import msgspec
 
 from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.api.passwords import hide_password
 from diffserve.api.types import AUTO_SPACING, ModelProfile
 from diffserve.models.profiles import describe_model
 from diffserve.settings.config import (
@@ -28,6 +29,7 @@ from diffserve.settings.config import (
     EngineConfig,
     ServeConfig,
     Settings,
+    StoreConfig,
     TextSettings,
     replace_removed_dtype,
 )
@@ -68,6 +70,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "text": TextSettings,
     "serve": ServeConfig,
+    "store": StoreConfig,
 }
 MODELS: Final = "models"
 INHERITED: Final = (
@@ -198,7 +201,7 @@ def _model_layer(path: str, base_profile: str | None = None) -> dict[str, _Value
         path: A built-in profile, or the path of a model.
         base_profile: The profile to start from; ``None``: the one of the model's family.
     """
-    values = _builtin_layer("serve.toml", ("serve",))
+    values = _builtin_layer("serve.toml", ("serve", "store"))
     described: dict[str, Any] = {}
     profile = path if path in PROFILES else base_profile
     if profile is None:
@@ -272,7 +275,9 @@ def _convert(dotted: str, value: _Value) -> Any:
     except msgspec.ValidationError as error:
         words = list(_words(_FIELDS[table][key]))
         reason = f"choose one of {', '.join(words)}" if words else _advice(str(error))
-        raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
+        raise ConfigError(
+            f"{_blame(dotted, {dotted: value})} is {hide_password(repr(value.raw))}: {reason}.", param=key
+        ) from None
 
 
 def _advice(message: str) -> str:
@@ -363,7 +368,8 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
         raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
     for table, entries in tables.items():
         if table in (*TABLES, MODELS) and not isinstance(entries, dict):
-            raise ConfigError(f"{origin}: {table} is {entries!r}; write it as a table, [{table}], with keys below it.")
+            value = hide_password(repr(entries))
+            raise ConfigError(f"{origin}: {table} is {value}; write it as a table, [{table}], with keys below it.")
         if table not in (*TABLES, MODELS):
             raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, (*TABLES, MODELS))}")
         for key, raw in entries.items():
@@ -383,7 +389,8 @@ def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
         elif name in removed:
             _warn_of_removed(removed[name], name)
         elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
-            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, variables)}")
+            value = hide_password(env[name])
+            raise ConfigError(f"unknown environment variable {name}={value!r}; {nearest(name, variables)}")
 
 
 def _variable(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Persistent data of a server in one SQLite file and a folder: keys, files, batches, history and usage. No PyTorch."""
+"""Persistent data of a server in a database (SQLite or PostgreSQL) and a folder: keys, files, batches, history."""
 
 from diffserve.store.database import Database
 from diffserve.store.keys import SCOPES, Key, Keys, Scope

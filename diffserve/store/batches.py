@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.batch_input import LineProblem
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
 from diffserve.store.files import File, Files, new_file_id
+from diffserve.store.schema import batch_lines, batches
+from diffserve.store.schema import files as files_table
 
 WINDOW_S: Final = 24 * 3600.0
 KEPT_S: Final = 30 * 24 * 3600.0
@@ -123,39 +125,39 @@ class Batches:
             times={"failed": now_s} if problems else {}, created_s=now_s, expires_s=now_s + WINDOW_S,
             num_lines=num_lines, num_completed=0, num_failed=0, output_bytes=0, error_bytes=0,
         )  # fmt: skip
-        with self._database.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            query = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"
-            if connection.execute(query, (owner,)).fetchone()[0] >= MAX_UNFINISHED:
+        query = select(func.count()).where(batches.c.owner == owner, batches.c.status.in_(UNFINISHED))
+        with self._database.writing(exclusive=True) as connection:
+            if connection.execute(query).scalar_one() >= MAX_UNFINISHED:
                 message = f"{MAX_UNFINISHED} batches are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_batches")
-            insert_row(connection, "batches", batch)
+            insert_row(connection, batches, batch)
         return batch
 
     def page(self, owner: str, selection: PageSelection) -> tuple[list[Batch], bool] | None:
         """Return a page of ``owner``'s batches and whether more follow; None if the entry ``after`` does not exist."""
-        return self._database.page(Batch, "batches", owner, selection)
+        return self._database.page(Batch, batches, owner, selection)
 
     def get(self, name: str) -> Batch | None:
         """Return the batch with the ID ``name`` of any owner, or None."""
-        with self._database.connected() as connection:
-            return find_row(connection, Batch, "batches", id=name)
+        with self._database.reading() as connection:
+            return find_row(connection, Batch, batches, id=name)
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches, the oldest first."""
-        with self._database.connected() as connection:
-            rows = connection.execute(f"SELECT * FROM batches WHERE status IN {UNFINISHED} ORDER BY number").fetchall()
-        return [read_row(Batch, row) for row in rows]
+        query = select(batches).where(batches.c.status.in_(UNFINISHED)).order_by(batches.c.number)
+        with self._database.reading() as connection:
+            return [read_row(Batch, row) for row in connection.execute(query)]
 
     def backlog(self) -> BatchBacklog:
         """Return a summary of the unfinished batches."""
-        query = "SELECT status, count(*), sum(num_lines - num_completed - num_failed), min(created_s) FROM batches"
-        with self._database.connected() as connection:
-            rows = connection.execute(f"{query} WHERE status IN {UNFINISHED} GROUP BY status").fetchall()
+        lines_left = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
+        query = select(batches.c.status, func.count(), func.sum(lines_left), func.min(batches.c.created_s))
+        with self._database.reading() as connection:
+            rows = connection.execute(query.where(batches.c.status.in_(UNFINISHED)).group_by(batches.c.status)).all()
         by_status = dict.fromkeys(UNFINISHED, 0) | {row[0]: row[1] for row in rows}
         oldest_s = min((row[3] for row in rows), default=None)
         age_s = 0.0 if oldest_s is None else max(0.0, self._clock() - oldest_s)
-        return BatchBacklog(by_status, sum(row[2] for row in rows), age_s)
+        return BatchBacklog(by_status, int(sum(row[2] for row in rows)), age_s)
 
     def move(self, name: str, to: str, *, of: Sequence[str], error: str = "") -> Batch | None:
         """Change the status of a batch to ``to`` if it is one of ``of``.
@@ -169,25 +171,23 @@ class Batches:
         Returns:
             The batch after the call, or None if it does not exist.
         """
-        with self._database.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            batch = find_row(connection, Batch, "batches", id=name)
+        with self._database.writing(exclusive=True) as connection:
+            batch = find_row(connection, Batch, batches, id=name)
             if batch is not None and batch.status in of:
                 self._move(connection, batch, to, error)
-                batch = find_row(connection, Batch, "batches", id=name)
+                batch = find_row(connection, Batch, batches, id=name)
         return batch
 
     def done_lines(self, batch: Batch) -> set[int]:
         """Return the numbers of the lines of ``batch`` that are done."""
-        with self._database.connected() as connection:
-            rows = connection.execute("SELECT line FROM batch_lines WHERE batch = ?", (batch.id,)).fetchall()
-        return {row["line"] for row in rows}
+        with self._database.reading() as connection:
+            return set(connection.execute(select(batch_lines.c.line).where(batch_lines.c.batch == batch.id)).scalars())
 
     def finish_lines(self, name: str, lines: Sequence[LineDone]) -> None:
         """Write the results of ``lines`` and mark them as done. Only one thread at a time may call this for a batch.
 
         Raises:
-            OSError, sqlite3.Error: The results cannot be written; none of the lines is done.
+            OSError, StoreError: The results cannot be written; none of the lines is done.
         """
         batch = self.get(name)
         assert batch is not None
@@ -197,14 +197,15 @@ class Batches:
                 self._write(file, text, lengths[file])
                 lengths[file] += len(text)
         num_failed = sum(line.is_error for line in lines)
-        with self._database.connected() as connection:
-            numbers = [(batch.id, line.number) for line in lines]
-            connection.executemany("INSERT INTO batch_lines VALUES (?, ?)", numbers)
-            connection.execute(
-                "UPDATE batches SET output_bytes = ?, error_bytes = ?, num_completed = num_completed + ?, "
-                "num_failed = num_failed + ? WHERE id = ?",
-                (lengths[batch.output_file], lengths[batch.error_file], len(lines) - num_failed, num_failed, batch.id),
-            )
+        counts = {
+            "output_bytes": lengths[batch.output_file],
+            "error_bytes": lengths[batch.error_file],
+            "num_completed": batches.c.num_completed + len(lines) - num_failed,
+            "num_failed": batches.c.num_failed + num_failed,
+        }
+        with self._database.writing() as connection:
+            connection.execute(insert(batch_lines), [{"batch": batch.id, "line": line.number} for line in lines])
+            connection.execute(update(batches).where(batches.c.id == batch.id).values(counts))
 
     def finish(self, name: str, status: str, error: str = "") -> None:
         """Finish the batch ``name`` with ``status`` and publish its output and error files unless they are empty."""
@@ -218,7 +219,7 @@ class Batches:
                 os.truncate(self._files.path(file), num_bytes)  # the part beyond belongs to an unfinished line
             else:
                 self._files.path(file).unlink(missing_ok=True)
-        with self._database.connected() as connection:
+        with self._database.writing() as connection:
             for kind, (file, num_bytes) in outputs.items():
                 if num_bytes:
                     filename = f"{batch.id}_{kind}.jsonl"
@@ -226,15 +227,15 @@ class Batches:
                         id=file, owner=batch.owner, purpose="batch_output", filename=filename, num_bytes=num_bytes,
                         created_s=now_s, expires_s=now_s + KEPT_S,
                     )  # fmt: skip
-                    insert_row(connection, "files", row)
-            connection.execute("DELETE FROM batch_lines WHERE batch = ?", (batch.id,))
+                    insert_row(connection, files_table, row)
+            connection.execute(delete(batch_lines).where(batch_lines.c.batch == batch.id))
             self._move(connection, batch, status, error)
 
     def sweep(self) -> None:
         """Delete finished batches older than ``KEPT_S``."""
-        with self._database.connected() as connection:
-            query = f"DELETE FROM batches WHERE created_s < ? AND status NOT IN {UNFINISHED}"
-            connection.execute(query, (self._clock() - KEPT_S,))
+        is_old = batches.c.created_s < self._clock() - KEPT_S
+        with self._database.writing() as connection:
+            connection.execute(delete(batches).where(is_old, batches.c.status.not_in(UNFINISHED)))
 
     def files_in_use(self) -> set[str]:
         """Return the IDs of the files that unfinished batches read or write."""
@@ -249,10 +250,9 @@ class Batches:
             output.flush()
             os.fsync(output.fileno())
 
-    def _move(self, connection: sqlite3.Connection, batch: Batch, to: str, error: str) -> None:
-        times = batch.times | {to: self._clock()}
-        query = "UPDATE batches SET status = ?, error = ?, times = ? WHERE id = ?"
-        connection.execute(query, (to, error, _json(times), batch.id))
+    def _move(self, connection: Connection, batch: Batch, to: str, error: str) -> None:
+        values = {"status": to, "error": error, "times": _json(batch.times | {to: self._clock()})}
+        connection.execute(update(batches).where(batches.c.id == batch.id).values(values))
 
 
 def _json(value: object) -> str:

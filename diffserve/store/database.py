@@ -1,147 +1,34 @@
-"""SQLite database of a server: schema migrations, connections, rows of tables and the lock of the data folder."""
+"""Database of a server, SQLite or PostgreSQL: connections, rows of tables and the lock of the data folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import sqlite3
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, NamedTuple, TypeVar, get_origin
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar, get_origin
 
 import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, Table, func, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
 
 from diffserve.api.errors import ConfigError
+from diffserve.api.passwords import hide_password
+from diffserve.store.engines import postgresql_engines, sqlite_engines
+from diffserve.store.errors import StoreError, store_errors
+from diffserve.store.migration import back_up, check_file, check_revision, upgrade
+from diffserve.store.schema import secrets
 
 FILE: Final = "diffserve.sqlite"
 LOCK: Final = "server.lock"
-BUSY_S: Final = 5.0
-MOST_IDLE: Final = 2
-"""Idle connections that are kept open for writes with ``at_once=False``."""
+EXCLUSIVE_LOCK: Final = 7_233_175_521
+"""Advisory lock of PostgreSQL that exclusive transactions hold."""
 
-MIGRATIONS: Final = (
-    """
-    CREATE TABLE keys (
-        id TEXT PRIMARY KEY,
-        name TEXT NOT NULL,
-        digest BLOB NOT NULL UNIQUE,
-        scopes TEXT NOT NULL,
-        requests_per_minute INTEGER,
-        created_s REAL NOT NULL,
-        revoked_s REAL
-    ) STRICT;
-    CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_s IS NULL;
-    CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-    """,
-    """
-    CREATE TABLE files (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        purpose TEXT NOT NULL,
-        filename TEXT NOT NULL,
-        num_bytes INTEGER NOT NULL,
-        created_s REAL NOT NULL,
-        expires_s REAL NOT NULL
-    ) STRICT;
-    CREATE INDEX files_by_owner ON files (owner, number);
-    CREATE TABLE batches (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        endpoint TEXT NOT NULL,
-        input_file TEXT NOT NULL,
-        output_file TEXT NOT NULL,
-        error_file TEXT NOT NULL,
-        status TEXT NOT NULL,
-        metadata TEXT NOT NULL,
-        error TEXT NOT NULL,
-        times TEXT NOT NULL,
-        created_s REAL NOT NULL,
-        expires_s REAL NOT NULL,
-        num_lines INTEGER NOT NULL,
-        num_completed INTEGER NOT NULL,
-        num_failed INTEGER NOT NULL,
-        output_bytes INTEGER NOT NULL,
-        error_bytes INTEGER NOT NULL
-    ) STRICT;
-    CREATE INDEX batches_by_owner ON batches (owner, number);
-    CREATE INDEX batches_by_status ON batches (status);
-    CREATE TABLE batch_lines (
-        batch TEXT NOT NULL,
-        line INTEGER NOT NULL,
-        PRIMARY KEY (batch, line)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE replies (
-        id BLOB PRIMARY KEY,
-        request BLOB NOT NULL,
-        status INTEGER NOT NULL,
-        headers TEXT NOT NULL,
-        body BLOB NOT NULL,
-        created_s REAL NOT NULL
-    ) STRICT;
-    CREATE INDEX replies_by_age ON replies (created_s);
-    CREATE TABLE history (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        file TEXT NOT NULL,
-        words TEXT NOT NULL,
-        model TEXT NOT NULL,
-        recipe TEXT NOT NULL,
-        created_s REAL NOT NULL
-    ) STRICT;
-    CREATE INDEX history_by_owner ON history (owner, number);
-    CREATE INDEX history_by_age ON history (created_s);
-    CREATE UNIQUE INDEX history_by_file ON history (file);
-    CREATE TABLE usage (
-        owner TEXT NOT NULL,
-        day TEXT NOT NULL,
-        requests INTEGER NOT NULL,
-        pictures INTEGER NOT NULL,
-        evaluations INTEGER NOT NULL,
-        input_tokens INTEGER NOT NULL,
-        output_tokens INTEGER NOT NULL,
-        PRIMARY KEY (owner, day)
-    ) STRICT, WITHOUT ROWID;
-    """,
-    "ALTER TABLE keys ADD COLUMN share REAL NOT NULL DEFAULT 1.0",
-    """
-    CREATE TABLE ended_sessions (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        signature TEXT NOT NULL UNIQUE,
-        expires_s REAL NOT NULL
-    ) STRICT;
-    """,
-    """
-    CREATE TABLE experiments (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        model TEXT NOT NULL,
-        plan TEXT NOT NULL,
-        status TEXT NOT NULL,
-        error TEXT NOT NULL,
-        times TEXT NOT NULL,
-        created_s REAL NOT NULL,
-        num_images INTEGER NOT NULL,
-        estimated_s REAL
-    ) STRICT;
-    CREATE INDEX experiments_by_owner ON experiments (owner, number);
-    CREATE INDEX experiments_by_status ON experiments (status);
-    """,
-    "ALTER TABLE history ADD COLUMN favorite INTEGER NOT NULL DEFAULT 0",
-)
-"""Migration scripts, one per schema version. Add new ones; never change a released one."""
-
-MAX_CHECKED_BYTES: Final = 64 << 20
-"""Files up to this size are checked for damage when they are opened."""
-
-Row = TypeVar("Row", bound=msgspec.Struct)
+Entry = TypeVar("Entry", bound=msgspec.Struct)
 Order = Literal["asc", "desc"]
 
 
@@ -154,90 +41,119 @@ class PageSelection(NamedTuple):
 
 
 class Database:
-    """SQLite database in ``folder``; it is created with mode 0600 if it is missing, and migrated if it is old.
+    """Database of a server with the data folder ``folder``; created if it is missing, and upgraded if it is old.
+
+    Args:
+        folder: The data folder. Without ``url`` it also contains the database, an SQLite file with mode 0600.
+        url: Address of a PostgreSQL database, such as postgresql://user:password@host/name. Servers with the same
+            address must share the data folder.
 
     Attributes:
-        file: The path of the database.
+        folder: The data folder.
+        file: The path of the SQLite file.
+        is_postgresql: Whether ``url`` was given.
         tell_commit: Called after every commit with its duration in seconds, in the thread of the commit.
 
     Raises:
-        ConfigError: The file is from a newer version, damaged or not writable. It is left unchanged.
+        ConfigError: The database is from a newer version, damaged, unreachable or not writable. It is left unchanged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str = "") -> None:
+        self.folder = folder
         self.file = folder / FILE
+        self.is_postgresql = bool(url)
         self.tell_commit: Callable[[float], None] = lambda _: None
-        self._idle: deque[sqlite3.Connection] = deque()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
-            with self.connected() as connection:
-                self._check(connection)
-                connection.execute("PRAGMA journal_mode = WAL")
-            self._migrate()
+            if not url:
+                os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+            self._engines = postgresql_engines(url) if url else sqlite_engines(self.file)
+            self._open(hide_password(url))
         except OSError as error:
-            message = (
-                f"{self.file} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
-            )
+            where = folder if url else self.file
+            message = f"{where} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
             raise ConfigError(message, param="data_dir") from None
-        except sqlite3.Error as error:
-            raise ConfigError(
-                f"{self.file} cannot be used ({error}); move it away or choose another folder (serve.data_dir).",
-                param="data_dir",
-            ) from None
+        except StoreError as error:
+            if url:
+                message = f"{hide_password(url)} cannot be used ({error}); start the database or change store.url."
+                raise ConfigError(message, param="url") from None
+            message = f"{self.file} cannot be used ({error}); move it away or choose another folder (serve.data_dir)."
+            raise ConfigError(message, param="data_dir") from None
 
     @contextlib.contextmanager
-    def connected(self, *, at_once: bool = True) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """Open a connection that only reads, for one thread.
+
+        Yields:
+            The connection.
+
+        Raises:
+            StoreError: The database cannot be read.
+        """
+        with store_errors(), self._engines.reads.connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self, *, at_once: bool = True, exclusive: bool = False) -> Iterator[Connection]:
         """Open a connection for one thread, and commit when the block ends without an exception.
 
         Args:
             at_once: Whether the commit is flushed to the disk, which takes milliseconds. Otherwise it survives a crash
                 of the process but perhaps not a power failure; such connections are reused for small, frequent writes.
+            exclusive: Whether other exclusive transactions wait for this one, so that what it reads stays true until
+                its commit. The first statement of other transactions must be a write.
 
         Yields:
             The connection.
+
+        Raises:
+            StoreError: The database cannot be read or written; nothing is committed.
         """
-        connection = self._connect(at_once=True) if at_once else self._pop_idle() or self._connect(at_once=False)
-        is_good = False
-        try:
-            with connection:
+        engine = self._engines.flushed if at_once else self._engines.delayed
+        with store_errors(), engine.connect() as connection:
+            try:
+                if exclusive and self.is_postgresql:
+                    connection.execute(select(func.pg_advisory_xact_lock(EXCLUSIVE_LOCK)))
+                elif exclusive:
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
                 yield connection
-                began_s = time.perf_counter() if connection.in_transaction else None
-            if began_s is not None:
-                self.tell_commit(time.perf_counter() - began_s)
-            is_good = True
-        finally:
-            if is_good and not at_once and len(self._idle) < MOST_IDLE:
-                self._idle.append(connection)
-            else:
-                connection.close()
+                began_s = time.perf_counter()
+                connection.commit()
+            except SQLAlchemyError:
+                connection.invalidate()
+                raise
+        self.tell_commit(time.perf_counter() - began_s)
 
-    def _connect(self, *, at_once: bool) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.file, timeout=BUSY_S, check_same_thread=at_once)
-        connection.row_factory = sqlite3.Row
-        connection.execute(f"PRAGMA synchronous = {'FULL' if at_once else 'NORMAL'}")
-        connection.execute("PRAGMA secure_delete = ON")
-        return connection
-
-    def _pop_idle(self) -> sqlite3.Connection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
+    def _open(self, address: str) -> None:
+        """Check the database before any write, back up an old SQLite file, and upgrade the schema."""
+        advice = "choose another database (store.url)" if address else "choose another folder (serve.data_dir)"
+        with self.reading() as connection:
+            revision = check_revision(connection, address or str(self.file), advice)
+            if not address:
+                check_file(connection, self.file)
+                back_up(connection, self.file, revision)
+                connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+        with self.writing(exclusive=True) as connection:
+            upgrade(connection)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Mark the folder as used by a running server during the block.
 
-        One connection stays open, because closing the last connection would remove the write-ahead log.
+        One connection stays open, because closing SQLite's last connection would remove the write-ahead log.
         """
-        with (
-            contextlib.closing(sqlite3.connect(self.file, check_same_thread=False)) as connection,
-            self._lock_file() as lock,
-        ):
-            connection.execute("SELECT count(*) FROM secrets").fetchone()
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        with contextlib.ExitStack() as stack:
+            if not self.is_postgresql:
+                connection = stack.enter_context(self.reading())
+                connection.execute(select(func.count()).select_from(secrets)).scalar_one()
+            fcntl.flock(stack.enter_context(self._lock_file()), fcntl.LOCK_SH)
+            stack.callback(self.close)
             yield
+
+    def close(self) -> None:
+        """Close the idle connections; a later use opens new ones."""
+        for engine in self._engines:
+            engine.dispose()
 
     @property
     def is_served(self) -> bool:
@@ -254,117 +170,88 @@ class Database:
         return os.fdopen(os.open(self.file.with_name(LOCK), os.O_CREAT | os.O_RDWR, 0o600), "r+b")
 
     def page(
-        self,
-        kind: type[Row],
-        table: str,
-        owner: str,
-        selection: PageSelection,
-        where: str = "",
-        values: Sequence[str | float] = (),
-    ) -> tuple[list[Row], bool] | None:
+        self, kind: type[Entry], table: Table, owner: str, selection: PageSelection, *where: ColumnElement[bool]
+    ) -> tuple[list[Entry], bool] | None:
         """Read a page of ``owner``'s rows of a table with the columns ``number``, ``id`` and ``owner``.
 
         Args:
             kind: The type of the rows.
-            table: The name of the table.
+            table: The table.
             owner: The ID of the API key.
             selection: Which page.
-            where: Further SQL conditions, each with a leading " AND ".
-            values: The parameters of ``where``.
+            where: Further conditions.
 
         Returns:
             The rows and whether more follow, or None if ``owner`` has no entry ``selection.after``.
         """
-        with self.connected() as connection:
+        number, is_owned = table.c.number, table.c.owner == owner
+        query = select(table).where(is_owned, *where)
+        is_descending = selection.order == "desc"
+        with self.reading() as connection:
             if selection.after:
-                query = f"SELECT number FROM {table} WHERE owner = ? AND id = ?"
-                after = connection.execute(query, (owner, selection.after)).fetchone()
+                after = connection.execute(select(number).where(is_owned, table.c.id == selection.after)).scalar()
                 if after is None:
                     return None
-                where += f" AND number {'<' if selection.order == 'desc' else '>'} {after['number']}"
+                query = query.where(number < after if is_descending else number > after)
+            order = number.desc() if is_descending else number.asc()
             limit = selection.limit + 1  # one more, to see whether more rows follow
-            order = f"ORDER BY number {'DESC' if selection.order == 'desc' else 'ASC'} LIMIT {limit}"
-            query = f"SELECT * FROM {table} WHERE owner = ?{where} {order}"
-            rows = connection.execute(query, (owner, *values)).fetchall()
+            rows = connection.execute(query.order_by(order).limit(limit)).all()
         return [read_row(kind, row) for row in rows[: selection.limit]], len(rows) > selection.limit
 
     def forget(self) -> None:
-        """Truncate the write-ahead log, so that deleted data does not remain in it."""
-        with self.connected() as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """Truncate SQLite's write-ahead log, so that deleted data does not remain in it."""
+        if not self.is_postgresql:
+            with self.reading() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @property
     def wal_bytes(self) -> int:
-        """Size of the write-ahead log in bytes, 0 if there is none."""
+        """Size of SQLite's write-ahead log in bytes, 0 if there is none."""
         try:
             return self.file.with_name(f"{FILE}-wal").stat().st_size
         except FileNotFoundError:
             return 0
 
     @property
-    def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Modification times and sizes of the database files, which differ after a change by any process."""
+    def stamp(self) -> object:
+        """Value that differs after a change by any process: of SQLite, modification times and sizes of the files."""
+        if self.is_postgresql:
+            return object()  # always different: only a query can tell
         return tuple(_stamp(file) for file in (self.file, self.file.with_name(f"{FILE}-wal")))
 
     def secret(self, name: str) -> bytes:
         """Return the 32 random bytes called ``name``; they are created once and then stay the same."""
-        with self.connected() as connection:
-            connection.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, os.urandom(32)))
-            return bytes(connection.execute("SELECT value FROM secrets WHERE name = ?", (name,)).fetchone()[0])
-
-    def _check(self, connection: sqlite3.Connection) -> None:
-        """Check version and integrity before any write, and back up a database that will be migrated.
-
-        Raises:
-            ConfigError: The file is from a newer version.
-            sqlite3.Error: The file is damaged or not a database.
-        """
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > len(MIGRATIONS):
-            raise ConfigError(
-                f"{self.file} was written by a newer diffserve (version {version}, this one supports up to "
-                f"{len(MIGRATIONS)}); upgrade diffserve or choose another folder (serve.data_dir).",
-                param="data_dir",
-            )
-        if self.file.stat().st_size <= MAX_CHECKED_BYTES:
-            (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if result != "ok":
-                raise sqlite3.DatabaseError("it is damaged")
-        if 0 < version < len(MIGRATIONS):
-            part = self.file.with_name(f"{FILE}.{os.getpid()}.part")
-            part.unlink(missing_ok=True)
-            connection.execute("VACUUM INTO ?", (str(part),))
-            part.chmod(0o600)
-            part.replace(self.file.with_name(f"{FILE}.version-{version}"))
-
-    def _migrate(self) -> None:
-        with self.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")  # if two processes start together, only one migrates
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            for script in MIGRATIONS[version:]:
-                for statement in filter(str.strip, script.split(";")):
-                    connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {max(version, len(MIGRATIONS))}")
+        with self.writing() as connection:
+            connection.execute(insert_or_ignore(connection, secrets), {"name": name, "value": os.urandom(32)})
+            return bytes(connection.execute(select(secrets.c.value).where(secrets.c.name == name)).scalar_one())
 
 
-def insert_row(connection: sqlite3.Connection, table: str, row: msgspec.Struct) -> None:
+def insert_or_ignore(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """Return an INSERT into ``table`` that does nothing if the row exists already."""
+    return insert_for(connection, table).on_conflict_do_nothing()
+
+
+def insert_for(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """Return an INSERT into ``table`` with the methods ``on_conflict_...`` of the database of ``connection``."""
+    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+def insert_row(connection: Connection, table: Table, row: msgspec.Struct) -> None:
     """Insert ``row`` into ``table``, whose columns are the fields of the row; dictionaries are stored as JSON."""
     values = msgspec.structs.asdict(row)
     values |= {name: msgspec.json.encode(values[name]).decode() for name in _json_columns(type(row))}
-    marks = ", ".join("?" * len(values))
-    connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values()))
+    connection.execute(insert(table), values)
 
 
-def find_row(connection: sqlite3.Connection, kind: type[Row], table: str, **equal: str) -> Row | None:
+def find_row(connection: Connection, kind: type[Entry], table: Table, **equal: str) -> Entry | None:
     """Return the row of ``table`` whose columns have the values ``equal``, or None."""
-    conditions = " AND ".join(f"{name} = ?" for name in equal)
-    row = connection.execute(f"SELECT * FROM {table} WHERE {conditions}", tuple(equal.values())).fetchone()
+    row = connection.execute(select(table).filter_by(**equal)).first()
     return None if row is None else read_row(kind, row)
 
 
-def read_row(kind: type[Row], row: sqlite3.Row) -> Row:
+def read_row(kind: type[Entry], row: Row[Any]) -> Entry:
     """Convert a row of a table to ``kind``."""
-    values = {name: row[name] for name in kind.__struct_fields__}
+    values = {name: row._mapping[name] for name in kind.__struct_fields__}
     return kind(**values | {name: msgspec.json.decode(values[name]) for name in _json_columns(kind)})
 
 

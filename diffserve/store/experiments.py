@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from sqlalchemy import case, delete, func, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.schema import experiments
 
 FOLDER: Final = "experiments"
 KEPT_S: Final = 90 * 24 * 3600.0
@@ -65,12 +67,12 @@ class Experiments:
     """Table and folders of experiments.
 
     Args:
-        database: The database; the folders are next to its file.
+        database: The database; the folders are in its data folder.
         clock: Returns seconds since 1970.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self.folder = database.file.parent / FOLDER
+        self.folder = database.folder / FOLDER
         self._database = database
         self._clock = clock
 
@@ -87,33 +89,33 @@ class Experiments:
             id=f"exp_{secrets.token_hex(16)}", owner=owner, model=model, plan=plan, status="validating", times={},
             created_s=now_s, num_images=num_images, estimated_s=estimated_s,
         )  # fmt: skip
-        with self._database.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            query = "SELECT count(*), count(CASE WHEN status IN {} THEN 1 END) FROM experiments WHERE owner = ?"
-            num_kept, num_unfinished = connection.execute(query.format(UNFINISHED), (owner,)).fetchone()
+        is_unfinished = case((experiments.c.status.in_(UNFINISHED), 1))
+        query = select(func.count(), func.count(is_unfinished)).where(experiments.c.owner == owner)
+        with self._database.writing(exclusive=True) as connection:
+            num_kept, num_unfinished = connection.execute(query).one()
             if num_unfinished >= MAX_UNFINISHED:
                 message = f"{num_unfinished} experiments are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_experiments")
             if num_kept >= MAX_KEPT:
                 message = f"{num_kept} experiments are stored, which is the limit; delete some."
                 raise InvalidRequest(message, code="too_many_experiments")
-            insert_row(connection, "experiments", experiment)
+            insert_row(connection, experiments, experiment)
         return experiment
 
     def page(self, owner: str, selection: PageSelection) -> tuple[list[Experiment], bool] | None:
         """Return a page of ``owner``'s experiments and whether more follow; None if ``after`` does not exist."""
-        return self._database.page(Experiment, "experiments", owner, selection)
+        return self._database.page(Experiment, experiments, owner, selection)
 
     def get(self, name: str) -> Experiment | None:
         """Return the experiment with the ID ``name`` of any owner, or None."""
-        with self._database.connected() as connection:
-            return find_row(connection, Experiment, "experiments", id=name)
+        with self._database.reading() as connection:
+            return find_row(connection, Experiment, experiments, id=name)
 
     def unfinished(self) -> list[Experiment]:
         """Return the unfinished experiments, the oldest first."""
-        query = f"SELECT * FROM experiments WHERE status IN {UNFINISHED} ORDER BY number"
-        with self._database.connected() as connection:
-            return [read_row(Experiment, row) for row in connection.execute(query).fetchall()]
+        query = select(experiments).where(experiments.c.status.in_(UNFINISHED)).order_by(experiments.c.number)
+        with self._database.reading() as connection:
+            return [read_row(Experiment, row) for row in connection.execute(query)]
 
     def move(self, name: str, to: str, *, of: Sequence[str] = UNFINISHED, error: str = "") -> Experiment | None:
         """Change the status of an experiment to ``to`` if it is one of ``of``.
@@ -127,21 +129,20 @@ class Experiments:
         Returns:
             The experiment after the call, or None if it does not exist.
         """
-        with self._database.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            experiment = find_row(connection, Experiment, "experiments", id=name)
+        with self._database.writing(exclusive=True) as connection:
+            experiment = find_row(connection, Experiment, experiments, id=name)
             if experiment is None or experiment.status not in of or experiment.status == to:
                 return experiment
             times = msgspec.json.encode(experiment.times | {to: self._clock()}).decode()
-            query = "UPDATE experiments SET status = ?, error = ?, times = ? WHERE id = ?"
-            connection.execute(query, (to, error, times, name))
-            return find_row(connection, Experiment, "experiments", id=name)
+            is_experiment = experiments.c.id == name
+            connection.execute(update(experiments).where(is_experiment).values(status=to, error=error, times=times))
+            return find_row(connection, Experiment, experiments, id=name)
 
     def delete(self, experiment: Experiment) -> None:
         """Delete an experiment: first its folder, so that the row never disappears before it."""
         shutil.rmtree(self.path(experiment.id), ignore_errors=True)
-        with self._database.connected() as connection:
-            connection.execute("DELETE FROM experiments WHERE id = ?", (experiment.id,))
+        with self._database.writing() as connection:
+            connection.execute(delete(experiments).where(experiments.c.id == experiment.id))
 
     def path(self, name: str) -> Path:
         """Return the folder of the experiment with the ID ``name``, which must be a generated ID."""
@@ -152,11 +153,11 @@ class Experiments:
         """Delete finished experiments older than ``KEPT_S``, and folders without a row.
 
         Raises:
-            OSError, sqlite3.Error: The table or the folder cannot be read.
+            OSError, StoreError: The table or the folder cannot be read.
         """
         now_s = self._clock()
-        with self._database.connected() as connection:
-            rows = [read_row(Experiment, row) for row in connection.execute("SELECT * FROM experiments").fetchall()]
+        with self._database.reading() as connection:
+            rows = [read_row(Experiment, row) for row in connection.execute(select(experiments))]
         for experiment in rows:
             if experiment.is_over and experiment.created_s < now_s - KEPT_S:
                 self.delete(experiment)

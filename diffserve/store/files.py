@@ -1,4 +1,4 @@
-"""Files of clients: metadata in the database, contents in a folder next to it under generated names.
+"""Files of clients: metadata in the database, contents in a folder of the data folder under generated names.
 
 A file exists once its row is committed. Contents without a row are removed by ``Files.sweep``.
 """
@@ -10,16 +10,17 @@ import os
 import re
 import secrets
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
+from sqlalchemy import Connection, delete, func, select
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.schema import files
 
 FOLDER: Final = "files"
 MAX_FILES: Final = 1000
@@ -50,13 +51,13 @@ class Files:
     """Store of files.
 
     Args:
-        database: The database; the contents are stored next to its file.
+        database: The database; the contents are stored in its data folder.
         max_bytes: Total size of the files of one owner.
         clock: Returns seconds since 1970.
     """
 
     def __init__(self, database: Database, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        self.folder = database.file.parent / FOLDER
+        self.folder = database.folder / FOLDER
         self.max_bytes = max_bytes
         self._database = database
         self._clock = clock
@@ -101,10 +102,9 @@ class Files:
                 id=name, owner=owner, purpose=purpose, filename=filename, num_bytes=num_bytes,
                 created_s=now_s, expires_s=now_s + kept_s,
             )  # fmt: skip
-            with self._database.connected() as connection:
-                connection.execute("BEGIN IMMEDIATE")
+            with self._database.writing(exclusive=True) as connection:
                 self._require_share(connection, owner, num_bytes)
-                insert_row(connection, "files", metadata)
+                insert_row(connection, files, metadata)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -112,15 +112,15 @@ class Files:
 
     def page(self, owner: str, selection: PageSelection, purpose: str = "") -> tuple[list[File], bool] | None:
         """Return a page of ``owner``'s files and whether more follow; None if the entry ``after`` does not exist."""
-        where, values = (" AND purpose = ?", (purpose,)) if purpose else ("", ())
-        return self._database.page(File, "files", owner, selection, where, values)
+        where = [files.c.purpose == purpose] if purpose else []
+        return self._database.page(File, files, owner, selection, *where)
 
     def get(self, owner: str, name: str) -> File | None:
         """Return the file with the ID ``name`` if it belongs to ``owner`` and has not expired, else None."""
         if _ID.fullmatch(name) is None:
             return None
-        with self._database.connected() as connection:
-            file = find_row(connection, File, "files", id=name, owner=owner)
+        with self._database.reading() as connection:
+            file = find_row(connection, File, files, id=name, owner=owner)
         return None if file is None or file.expires_s <= self._clock() else file
 
     def open(self, file: File) -> BinaryIO:
@@ -134,8 +134,8 @@ class Files:
     def delete(self, file: File) -> None:
         """Delete ``file``: first the contents, so that a row never disappears before them."""
         self.path(file.id).unlink(missing_ok=True)
-        with self._database.connected() as connection:
-            connection.execute("DELETE FROM files WHERE id = ?", (file.id,))
+        with self._database.writing() as connection:
+            connection.execute(delete(files).where(files.c.id == file.id))
 
     def path(self, name: str) -> Path:
         """Return the path of the contents of the file with the ID ``name``, which must be a generated ID."""
@@ -156,7 +156,7 @@ class Files:
         Raises:
             InvalidRequest: The owner's limit is reached.
         """
-        with self._database.connected() as connection:
+        with self._database.reading() as connection:
             self._require_share(connection, owner, 0)
 
     def sweep(self, in_use: Collection[str]) -> None:
@@ -166,22 +166,22 @@ class Files:
             in_use: IDs of files to keep in any case.
 
         Raises:
-            OSError, sqlite3.Error: A file cannot be deleted.
+            OSError, StoreError: A file cannot be deleted.
         """
         now_s = self._clock()
-        with self._database.connected() as connection:
-            rows = connection.execute("SELECT * FROM files").fetchall()
-        for row in rows:
-            if row["expires_s"] <= now_s and row["id"] not in in_use:
-                self.delete(read_row(File, row))
-        kept_ids = {row["id"] for row in rows} | set(in_use)
+        with self._database.reading() as connection:
+            stored = [read_row(File, row) for row in connection.execute(select(files))]
+        for file in stored:
+            if file.expires_s <= now_s and file.id not in in_use:
+                self.delete(file)
+        kept_ids = {file.id for file in stored} | set(in_use)
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name not in kept_ids and now_s - path.stat().st_mtime > ORPHAN_S:
                 path.unlink(missing_ok=True)
 
-    def _require_share(self, connection: sqlite3.Connection, owner: str, num_bytes: int) -> None:
-        query = "SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?"
-        num_files, stored_bytes = connection.execute(query, (owner,)).fetchone()
+    def _require_share(self, connection: Connection, owner: str, num_bytes: int) -> None:
+        query = select(func.count(), func.coalesce(func.sum(files.c.num_bytes), 0)).where(files.c.owner == owner)
+        num_files, stored_bytes = connection.execute(query).one()
         if num_files >= MAX_FILES:
             message = f"{num_files} files are stored already, which is the limit; delete some."
             raise InvalidRequest(message, param="file", code="too_many_files")

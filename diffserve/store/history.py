@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from sqlalchemy import ColumnElement, delete, select, update
 
 from diffserve.store.database import Database, PageSelection, find_row, insert_row
+from diffserve.store.schema import history
 
 MAX_WORDS: Final = 16
 
@@ -63,49 +65,47 @@ class History:
             id=name, owner=owner, file=file, words=words.casefold(), model=model,
             recipe=recipe, created_s=self._clock(),
         )  # fmt: skip
-        with self._database.connected(at_once=False) as connection:
-            insert_row(connection, "history", entry)
+        with self._database.writing(at_once=False) as connection:
+            insert_row(connection, history, entry)
         return entry
 
     def page(self, owner: str, selection: PageSelection, entry_filter: EntryFilter) -> tuple[list[Entry], bool] | None:
         """Return a page of ``owner``'s entries and whether more follow; None if the entry ``after`` does not exist."""
-        conditions: list[tuple[str, str | float]] = [
-            ("instr(words, ?) > 0", word.casefold()) for word in entry_filter.words
+        conditions: list[ColumnElement[bool]] = [
+            history.c.words.contains(word.casefold(), autoescape=True) for word in entry_filter.words
         ]
         if entry_filter.model:
-            conditions.append(("model = ?", entry_filter.model))
+            conditions.append(history.c.model == entry_filter.model)
         if entry_filter.since_s is not None:
-            conditions.append(("created_s >= ?", entry_filter.since_s))
+            conditions.append(history.c.created_s >= entry_filter.since_s)
         if entry_filter.until_s is not None:
-            conditions.append(("created_s < ?", entry_filter.until_s))
+            conditions.append(history.c.created_s < entry_filter.until_s)
         if entry_filter.favorite is not None:
-            conditions.append(("favorite = ?", int(entry_filter.favorite)))
-        where = "".join(f" AND {condition}" for condition, _ in conditions)
-        values = [value for _, value in conditions]
-        return self._database.page(Entry, "history", owner, selection, where, values)
+            conditions.append(history.c.favorite == int(entry_filter.favorite))
+        return self._database.page(Entry, history, owner, selection, *conditions)
 
     def get(self, owner: str, name: str) -> Entry | None:
         """Return the entry with the ID ``name`` if it belongs to ``owner``, else None."""
-        with self._database.connected() as connection:
-            return find_row(connection, Entry, "history", id=name, owner=owner)
+        with self._database.reading() as connection:
+            return find_row(connection, Entry, history, id=name, owner=owner)
 
     def set_favorite(self, owner: str, name: str, *, is_favorite: bool) -> Entry | None:
         """Mark or unmark the entry with the ID ``name`` and return it; None if it does not belong to ``owner``."""
-        with self._database.connected() as connection:
-            update = "UPDATE history SET favorite = ? WHERE id = ? AND owner = ?"
-            connection.execute(update, (int(is_favorite), name, owner))
-            return find_row(connection, Entry, "history", id=name, owner=owner)
+        is_entry = (history.c.id == name) & (history.c.owner == owner)
+        with self._database.writing() as connection:
+            connection.execute(update(history).where(is_entry).values(favorite=int(is_favorite)))
+            return find_row(connection, Entry, history, id=name, owner=owner)
 
     def files(self, owner: str) -> list[str]:
         """Return the file names of all entries of ``owner``."""
-        with self._database.connected() as connection:
-            rows = connection.execute("SELECT file FROM history WHERE owner = ?", (owner,)).fetchall()
-        return [row["file"] for row in rows]
+        with self._database.reading() as connection:
+            return list(connection.execute(select(history.c.file).where(history.c.owner == owner)).scalars())
 
     def forget(self, files: Sequence[str], *, for_good: bool = False) -> None:
         """Delete the entries of ``files``; with ``for_good``, also from the write-ahead log."""
-        with self._database.connected() as connection:
-            connection.executemany("DELETE FROM history WHERE file = ?", [(file,) for file in files])
+        with self._database.writing() as connection:
+            for file in files:
+                connection.execute(delete(history).where(history.c.file == file))
         if for_good:
             self._database.forget()
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
+from sqlalchemy import delete, func, insert, select, update
 
 from diffserve.api.bounds import check_share
 from diffserve.api.errors import InvalidRequest
-from diffserve.store.database import Database
+from diffserve.store.database import Database, insert_or_ignore
+from diffserve.store.errors import StoreError
+from diffserve.store.schema import ended_sessions, keys
 
 Scope = Literal["generate", "metrics", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
@@ -23,9 +25,6 @@ ID_PREFIX: Final = "key-"
 ID_BYTES: Final = 6
 ID_CHARS: Final = len(ID_PREFIX) + 2 * ID_BYTES
 MAX_RATE: Final = 1_000_000
-ADD: Final = (
-    "INSERT INTO keys (id, name, digest, scopes, requests_per_minute, created_s, share) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@\-]{0,63}")
 
 
@@ -117,27 +116,31 @@ class Keys:
             created_s=self._clock(),
             share=share,
         )
-        row = (key.id, name, key.digest, " ".join(valid_scopes), requests_per_minute, key.created_s, share)
+        row = msgspec.structs.asdict(key) | {"scopes": " ".join(valid_scopes)}
         try:
-            with self._database.connected() as connection:
-                connection.execute(ADD, row)
-        except sqlite3.IntegrityError:
+            with self._database.writing() as connection:
+                connection.execute(insert(keys), row)
+        except StoreError as error:
+            if error.reason != "duplicate":
+                raise
             message = f"a key named {name!r} already exists; revoke it first or choose another name."
             raise InvalidRequest(message, param="name") from None
         return text, key
 
     def mark(self) -> tuple[object, ...]:
         """Return a value that changes whenever a key is created or revoked, or a session is ended."""
-        with self._database.connected() as connection:
-            sessions = "(SELECT max(number) FROM ended_sessions)"
-            query = f"SELECT count(*), max(created_s), count(revoked_s), max(revoked_s), {sessions} FROM keys"
-            return tuple(connection.execute(query).fetchone())
+        revoked_s, sessions = keys.c.revoked_s, select(func.max(ended_sessions.c.number)).scalar_subquery()
+        query = select(
+            func.count(keys.c.id), func.max(keys.c.created_s), func.count(revoked_s), func.max(revoked_s), sessions
+        )
+        with self._database.reading() as connection:
+            return tuple(connection.execute(query).one())
 
     def all(self) -> list[Key]:
         """Return all keys, including revoked ones, in order of creation."""
-        with self._database.connected() as connection:
-            rows = connection.execute("SELECT * FROM keys ORDER BY created_s, id").fetchall()
-        return [Key(**{**dict(row), "scopes": tuple(row["scopes"].split())}) for row in rows]
+        with self._database.reading() as connection:
+            rows = connection.execute(select(keys).order_by(keys.c.created_s, keys.c.id)).all()
+        return [Key(**{**row._mapping, "scopes": tuple(row.scopes.split())}) for row in rows]
 
     def revoke(self, name: str) -> Key:
         """Revoke the key with this name or ID for good.
@@ -148,19 +151,18 @@ class Keys:
         matches = [key for key in self.all() if name in (key.name, key.id) and key.revoked_s is None]
         if not matches:
             raise InvalidRequest(f"there is no active key {name[:80]!r}.", param="name")
-        with self._database.connected() as connection:
-            connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (self._clock(), matches[0].id))
+        with self._database.writing() as connection:
+            connection.execute(update(keys).where(keys.c.id == matches[0].id).values(revoked_s=self._clock()))
         return matches[0]
 
     def end_session(self, signature: str, expires_s: float) -> None:
         """End the session with ``signature``, which would expire at ``expires_s`` (seconds since 1970)."""
-        with self._database.connected() as connection:
-            connection.execute("DELETE FROM ended_sessions WHERE expires_s < ?", (self._clock(),))
-            connection.execute(
-                "INSERT OR IGNORE INTO ended_sessions (signature, expires_s) VALUES (?, ?)", (signature, expires_s)
-            )
+        with self._database.writing() as connection:
+            connection.execute(delete(ended_sessions).where(ended_sessions.c.expires_s < self._clock()))
+            row = {"signature": signature, "expires_s": expires_s}
+            connection.execute(insert_or_ignore(connection, ended_sessions), row)
 
     def ended_sessions(self) -> frozenset[str]:
         """Return the signatures of sessions that were ended before they expired."""
-        with self._database.connected() as connection:
-            return frozenset(row["signature"] for row in connection.execute("SELECT signature FROM ended_sessions"))
+        with self._database.reading() as connection:
+            return frozenset(connection.execute(select(ended_sessions.c.signature)).scalars())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
+from sqlalchemy import Connection, delete, func, insert, select
 
 from diffserve.store.database import Database
+from diffserve.store.schema import replies
 
 KEPT_S: Final = 24 * 3600.0
 MAX_REPLY_BYTES: Final = 32 << 20
@@ -47,12 +48,12 @@ class Replies:
 
     def get(self, name: bytes) -> Reply | None:
         """Return the answer of the last day with the key digest ``name``, or None."""
-        with self._database.connected() as connection:
-            query = "SELECT * FROM replies WHERE id = ? AND created_s > ?"
-            row = connection.execute(query, (name, self._clock() - KEPT_S)).fetchone()
+        query = select(replies).where(replies.c.id == name, replies.c.created_s > self._clock() - KEPT_S)
+        with self._database.reading() as connection:
+            row = connection.execute(query).first()
         if row is None:
             return None
-        return Reply(row["request"], row["status"], msgspec.json.decode(row["headers"]), row["body"])
+        return Reply(row.request, row.status, msgspec.json.decode(row.headers), row.body)
 
     def add(self, name: bytes, reply: Reply) -> bool:
         """Store ``reply`` and delete old ones; return False if it is too long to store."""
@@ -60,10 +61,11 @@ class Replies:
             return False
         now_s = self._clock()
         headers = msgspec.json.encode(reply.headers).decode()
-        with self._database.connected(at_once=False) as connection:
-            connection.execute("DELETE FROM replies WHERE created_s <= ?", (now_s - KEPT_S,))
-            row = (name, reply.request, reply.status, headers, reply.body, now_s)
-            connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
+        row = {"id": name, **reply._asdict(), "headers": headers, "created_s": now_s}
+        with self._database.writing(at_once=False, exclusive=True) as connection:
+            is_old = replies.c.created_s <= now_s - KEPT_S
+            connection.execute(delete(replies).where(is_old | (replies.c.id == name)))
+            connection.execute(insert(replies), row)
             _trim(connection, self._max_bytes)
         return True
 
@@ -73,10 +75,10 @@ def name_of(owner: str, path: str, key: str) -> bytes:
     return hashlib.sha256("\0".join((owner, path, key)).encode()).digest()
 
 
-def _trim(connection: sqlite3.Connection, max_bytes: int) -> None:
-    (total,) = connection.execute("SELECT coalesce(sum(length(body)), 0) FROM replies").fetchone()
+def _trim(connection: Connection, max_bytes: int) -> None:
+    num_bytes = func.length(replies.c.body).label("num_bytes")
+    total = connection.execute(select(func.coalesce(func.sum(num_bytes), 0))).scalar_one()
     while total > max_bytes:
-        query = "SELECT id, length(body) AS num_bytes FROM replies ORDER BY created_s LIMIT 1"
-        oldest = connection.execute(query).fetchone()
-        connection.execute("DELETE FROM replies WHERE id = ?", (oldest["id"],))
-        total -= oldest["num_bytes"]
+        oldest = connection.execute(select(replies.c.id, num_bytes).order_by(replies.c.created_s).limit(1)).one()
+        connection.execute(delete(replies).where(replies.c.id == oldest.id))
+        total -= oldest.num_bytes

@@ -6,7 +6,10 @@ import datetime
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from diffserve.store.database import Database
+from sqlalchemy import select
+
+from diffserve.store.database import Database, insert_for
+from diffserve.store.schema import usage
 
 MAX_DAYS: Final = 366
 
@@ -33,11 +36,13 @@ class Usage:
 
     def add(self, used: Mapping[tuple[str, str], UsageCounts]) -> None:
         """Add the amounts ``used`` by (owner, day)."""
-        names = ", ".join(UsageCounts._fields)
-        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in UsageCounts._fields)
-        query = f"INSERT INTO usage (owner, day, {names}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET {sums}"
-        with self._database.connected(at_once=False) as connection:
-            connection.executemany(query, [(*owner_and_day, *amounts) for owner_and_day, amounts in used.items()])
+        rows = [{"owner": owner, "day": day, **amounts._asdict()} for (owner, day), amounts in used.items()]
+        if not rows:
+            return
+        with self._database.writing(at_once=False) as connection:
+            insert = insert_for(connection, usage)
+            sums = {name: usage.c[name] + insert.excluded[name] for name in UsageCounts._fields}
+            connection.execute(insert.on_conflict_do_update(index_elements=["owner", "day"], set_=sums), rows)
 
     def days(self, since: str, owner: str | None = None) -> list[tuple[str, str, UsageCounts]]:
         """Return the usage from the day ``since`` on, the newest first.
@@ -49,10 +54,12 @@ class Usage:
         Returns:
             Tuples of owner, day and amounts.
         """
-        columns = ", ".join(UsageCounts._fields)
-        query = f"SELECT owner, day, {columns} FROM usage WHERE day >= ? AND (? IS NULL OR owner = ?)"
-        with self._database.connected() as connection:
-            rows = connection.execute(f"{query} ORDER BY day DESC, owner", (since, owner, owner)).fetchall()
+        amounts = [usage.c[name] for name in UsageCounts._fields]
+        query = select(usage.c.owner, usage.c.day, *amounts).where(usage.c.day >= since)
+        if owner is not None:
+            query = query.where(usage.c.owner == owner)
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(usage.c.day.desc(), usage.c.owner)).all()
         return [(row[0], row[1], UsageCounts(*row[2:])) for row in rows]
 
 

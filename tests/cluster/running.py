@@ -20,7 +20,8 @@ TWO = "[replicas]\nmin = 2\nmax = 2\ncpus = 1.0\n"
 CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_waiting = 3\nthreads = 1\n'
 STEPS = 1000
 LARGE: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": STEPS, "size": "512x512"}
-OWN = ("timings", "history_id", "created", "id")
+OWN = ("timings", "history_id", "created", "id", "unet_calls")
+"""Fields that differ between two servers; ``unet_calls`` lists the image sizes that each has computed."""
 
 
 class Cluster:
@@ -118,7 +119,7 @@ def parts(reply: httpx.Response) -> list[Any]:
 
 
 def bare(value: Any) -> Any:
-    """Return ``value`` without times and ids."""
+    """Return ``value`` without times, ids and what a server reports of its own past."""
     if isinstance(value, dict):
         return {
             key: bare(item) for key, item in value.items() if key not in OWN and not key.endswith(("_id", "_s", "_at"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.device import DEVICE, tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents, use_sampler
+from tests.engine.test_captures import check_resumes
 from tests.engine.test_init_images import fields_of, inputs_of
 
 TOLERANCE = tolerance(1e-3)
@@ -117,6 +119,10 @@ def test_every_sampler_hands_over_to_the_refiner_as_in_diffusers(
     [result] = engine_of(ensemble).generate(request)
     expected = reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))
     assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() < tolerance(1e-4)
+
+
+def test_captured_image_continues_before_and_after_the_refiner_takes_over(ensemble: DiffusionModel) -> None:
+    check_resumes(partial(engine_of, ensemble), image_request("sdxl", "euler_a", seed=3, switch_at=0.5), number=6)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "lms", "plms"])

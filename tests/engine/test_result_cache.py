@@ -49,7 +49,7 @@ OTHER: dict[str, object] = {
     "token_merging": 0.5, "sigma_min": 0.1, "sigma_max": 9.0, "similarity_threshold": 0.9, "noise_source": "device",
     "variation_seed": 4, "variation_strength": 0.5,
     "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
-    "image_prompts": ("another",), "template": "{a|b}",
+    "image_prompts": ("another",), "template": "{a|b}", "capture_every_s": 2.0, "resume_from": b"state",
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
     "references": (Reference("plus", 0.5),),
     "hires_px": (96, 96), "hires_scale": 1.5, "hires_size": "96x96", "hires_strength": 0.5, "hires_steps": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from diffserve.runtime.unet.compiled import Packages
 from diffserve.settings.config import EngineConfig
 from diffserve.store.unet_paths import FILE, UNetPathFile
 from tests.engine.pipelines import image_request
+from tests.engine.test_captures import captures_of, resume
 from tests.hardware import needs_openvino
 from tests.tiny_models import ONE_LEVEL
 
@@ -145,6 +147,30 @@ def test_a_seed_keeps_its_bytes_when_packages_appear_while_the_engine_runs(
     restarted = engine_of(model, tmp_path, engine.unet_paths)
     restarted.warm_up()
     assert np.array_equal(latents(restarted), before), "a stored path must be kept by the next engine"
+
+
+@slow
+def test_a_captured_image_continues_by_the_calls_that_began_it(
+    model: DiffusionModel, packages: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Path(shutil.copytree(packages, tmp_path / "cache"))
+    order = image_request("sd15", "dpmpp_2m", seed=1, num_steps=6)
+    with_packages, without = partial(engine_of, model, cache), partial(engine_of, model, tmp_path / "none")
+    compiled, [by_packages] = captures_of(with_packages(), order)
+    plain, [by_network] = captures_of(without(), order)
+    assert by_packages.latents != by_network.latents
+    for capture, engine, expected in (
+        (compiled[-1], with_packages(), by_packages),
+        (plain[-1], without(), by_network),
+        (plain[-1], with_packages(), by_network),
+    ):
+        [result], num_rows = resume(engine, order, capture)
+        assert result.latents == expected.latents
+        assert num_rows < expected.num_evaluations
+    assert "captured state" not in caplog.text
+    [result], num_rows = resume(without(), order, compiled[-1])
+    assert "its UNet calls were compiled, and here they are not" in caplog.text
+    assert (result.latents, num_rows) == (by_network.latents, by_network.num_evaluations)
 
 
 @slow

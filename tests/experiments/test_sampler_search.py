@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.bench_concurrency import forget_highest, highest_bytes
 from benchmarks.random_models import save_hollow_model
 from diffserve.cli import main
 from diffserve.experiments.search.learnable_table import LearnableTable
@@ -110,6 +111,7 @@ def test_the_command_writes_files_that_load(tiny_model: Callable[[str], Path], t
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the high-water mark cannot be reset here")
 def test_the_memory_for_a_large_model_is_stated_from_its_shapes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,16 +120,17 @@ def test_the_memory_for_a_large_model_is_stated_from_its_shapes_alone(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     arguments = ["sweep", "--search", "--plan-only", "--steps", "5,8", "--prompts", str(prompts), "--model", str(path)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    forget_highest(os.getpid())
+    before = highest_bytes(os.getpid())
     with pytest.raises(SystemExit) as done:
         main([*arguments, "--device", "cpu", "--dtype", "bfloat16", "-o", str(tmp_path / "samplers")])
     assert done.value.code == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
     assert [line[: len("memory for 5")] for line in lines] == ["memory for 5", "memory for 8"]
     [weights_gb, activations_gb] = [float(number) for number in re.findall(r"([\d.]+) GB of", lines[0])]
     assert weights_gb == pytest.approx(2 * 2.567, rel=0.01), "the UNet has 2.567e9 parameters of 2 bytes"
     assert 10 < activations_gb < 500
-    added_gb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
+    added_gb = (highest_bytes(os.getpid()) - before) / 1e9
     assert added_gb < weights_gb / 2, "the weights were allocated"
     assert not (tmp_path / "samplers").exists()
 

@@ -15,8 +15,10 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from sqlalchemy import select
 
 from diffserve.store import Database, Keys
+from diffserve.store.schema import batches
 from tests.service.server import RunningServer, error_of, running_server, wait_for
 from tests.service.test_edits import file_of, picture
 
@@ -261,8 +263,8 @@ def check_revoked(url: str, key: str, keys: Keys, data: Path) -> None:
     keys.revoke("leaving")
 
     def ended() -> tuple[str, str] | None:
-        with Database(data).connected() as connection:
-            row = connection.execute("SELECT status, error FROM batches WHERE id = ?", (name,)).fetchone()
-        return (row["status"], row["error"].partition(":")[0]) if row["error"] else None
+        with Database(data).reading() as connection:
+            row = connection.execute(select(batches.c.status, batches.c.error).where(batches.c.id == name)).one()
+        return (row.status, row.error.partition(":")[0]) if row.error else None
 
     assert wait_for(ended, OVER_S, "the batch's end") == ("failed", "invalid_key")

@@ -15,7 +15,8 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.media.images import decode_image
 from diffserve.service.a1111.schemas import Img2ImgBody
-from diffserve.service.images.fetching import MAX_FETCHED_BYTES, Fetcher, is_public
+from diffserve.service.http.outgoing import OutgoingClient, is_public
+from diffserve.service.images.fetching import MAX_FETCHED_BYTES, Fetcher
 from diffserve.service.images.inputs import image_bytes
 from diffserve.service.images.schemas import EditBody
 from tests.certificates import Chain, make_chain
@@ -68,7 +69,8 @@ async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetche
     def fetcher(*addresses: str, trusted: Path | None = None, **options: Any) -> Fetcher:
         answers = iter([list(addresses or [PUBLIC]), ["127.0.0.1"]])  # a second lookup gets another answer
         context = ssl.create_default_context(cafile=trusted or chain.root)
-        return Fetcher([HOST], resolve=lambda *_: next(answers), connect=connect, context=context, **options)
+        client = OutgoingClient([HOST], resolve=lambda *_: next(answers), connect=connect, context=context)
+        return Fetcher(client, **options)
 
     try:
         yield fetcher, received
@@ -151,7 +153,7 @@ def test_a_host_at_a_private_address_is_never_contacted(chain: Chain, addresses:
         async def connect(*_: Any, **__: Any) -> Any:
             raise AssertionError("a packet was sent")
 
-        fetcher = Fetcher([HOST], resolve=lambda *_: addresses, connect=connect)
+        fetcher = Fetcher(OutgoingClient([HOST], resolve=lambda *_: addresses, connect=connect))
         with pytest.raises(InvalidRequest, match="not on the public internet") as refused:
             await fetcher.fetch(f"https://{HOST}/a.png")
         assert refused.value.code == "url_not_allowed"
@@ -174,8 +176,9 @@ def test_an_unlisted_host_is_not_resolved(url: str) -> None:
         raise AssertionError("a name was looked up")
 
     for hosts in ([HOST], []):
+        fetcher = Fetcher(OutgoingClient(hosts, resolve=resolve))
         with pytest.raises(InvalidRequest) as refused:
-            asyncio.run(Fetcher(hosts, resolve=resolve).fill(EditBody(prompt="a", image=url)))
+            asyncio.run(fetcher.fill(EditBody(prompt="a", image=url)))
         assert (refused.value.code, refused.value.param) == ("url_not_allowed", "image")
 
 
@@ -188,7 +191,7 @@ def test_seventeen_urls_are_too_many() -> None:
     images = [{"image_url": f"https://{HOST}/{number}"} for number in range(16)]
     body = EditBody.model_validate({"prompt": "a", "images": images, "mask": f"https://{HOST}/mask"})
     with pytest.raises(InvalidRequest, match="17 images are given as URLs"):
-        asyncio.run(Fetcher([HOST]).fill(body))
+        asyncio.run(Fetcher(OutgoingClient([HOST])).fill(body))
 
 
 @pytest.mark.parametrize(

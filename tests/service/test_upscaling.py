@@ -24,7 +24,7 @@ from diffserve.models.upscalers import EMBEDDED_UPSCALER, SHIPPED
 from diffserve.runtime import choose_device
 from diffserve.runtime.upscaling.network import Upscaler
 from tests.conftest import SERVER_CONFIG
-from tests.service.server import RunningServer, error_of, running_server
+from tests.service.server import RunningServer, error_of, files_of, running_server
 from tests.service.test_edits import file_of, in_base64, picture, pixels_of
 from tests.upscalers import write_upscaler
 
@@ -81,6 +81,29 @@ def test_json_and_forms_give_what_the_network_gives(upscaling: RunningServer) ->
     assert (by_form.json()["size"], by_form.json()["output_format"]) == ("256x128", "webp")
     url = f"data:image/png;base64,{in_base64(before)}"
     assert post(upscaling, image={"image_url": url}, upscaler="lanczos").json()["size"] == "256x128"
+
+
+def test_upscaled_images_are_in_the_history_and_can_be_upscaled_again(upscaling: RunningServer) -> None:
+    upscaling.client.delete("/v1/history")
+    [small] = files_of(upscaling.paint("a hill with snow", seed=8, size="64x64"))
+    plain = file_of(picture())
+    sent = [base64.b64encode(file).decode() for file in (small, plain)]
+    answers = [post(upscaling, image=image, upscaler=EMBEDDED_UPSCALER) for image in sent]
+    [large], _ = map(files_of, answers)
+    listed = upscaling.client.get("/v1/history").json()["data"]
+    assert [entry["id"] for entry in listed[1::-1]] == [each.json()["data"][0]["history_id"] for each in answers]
+    entry = listed[1]
+    assert (entry["prompt"], entry["seed"], entry["model"]) == ("a hill with snow", 8, EMBEDDED_UPSCALER)
+    assert (entry["width"], entry["height"]) == (256, 256)
+    assert (listed[0]["prompt"], listed[0]["seed"]) == ("", None)
+    assert upscaling.client.get(entry["content"]).content == large
+    restore = entry["restore"]
+    assert restore["needs"] == ["image"]
+    again = upscaling.client.post(restore["url"], json=restore["body"] | {"image": sent[0]})
+    assert files_of(again) == [large]
+    with Client(upscaling.url) as client:
+        assert client.upscale(plain, upscaler="nearest").files[0].history_id == client.history().data[0].id
+        assert client.history(q="snow").data[0].seed == 8
 
 
 def test_scale_and_size_are_reached_by_passes_filters_and_cropping(upscaling: RunningServer) -> None:

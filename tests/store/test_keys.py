@@ -1,8 +1,7 @@
-"""Tests of API keys and of the database file."""
+"""Tests of API keys."""
 
 from __future__ import annotations
 
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -11,28 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database, Keys
-from diffserve.store.database import FILE, MIGRATIONS
+from diffserve.store.database import FILE
 from diffserve.store.keys import digest_of
+from tests.store.conftest import OpenDatabase
 
 
-def test_only_the_digest_of_a_key_is_stored(tmp_path: Path) -> None:
-    keys = Keys(Database(tmp_path))
+def test_only_the_digest_of_a_key_is_stored(open_database: OpenDatabase, tmp_path: Path) -> None:
+    database = open_database()
+    keys = Keys(database)
     text, key = keys.add("app", ["generate", "metrics"], 60)
     assert len(text) > 40
     assert key.digest == digest_of(text)
     assert all(text.encode() not in file.read_bytes() for file in tmp_path.iterdir())
-    assert keys.all() == Keys(Database(tmp_path)).all() == [key]
-    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    assert keys.all() == Keys(open_database()).all() == [key]
+    if not database.is_postgresql:
+        assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     revoked = keys.revoke("app")
     assert (revoked.id, keys.all()[0].revoked_s is not None) == (key.id, True)
     again, other = keys.add("app")
     assert (again != text, other.scopes, other.requests_per_minute) == (True, ("generate",), None)
 
 
-def test_invalid_keys_are_refused(tmp_path: Path) -> None:
-    keys = Keys(Database(tmp_path))
+def test_invalid_keys_are_refused(database: Database) -> None:
+    keys = Keys(database)
     keys.add("app")
     for name, scopes, rate, message in (
         ("", ["generate"], None, "got ''."),
@@ -54,32 +56,30 @@ def test_invalid_keys_are_refused(tmp_path: Path) -> None:
         keys.revoke("x")
 
 
-def test_a_newer_or_broken_database_is_left_unchanged(tmp_path: Path) -> None:
-    Database(tmp_path)
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(ConfigError, match="was written by a newer diffserve"):
-        Database(tmp_path)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / FILE).write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=r"cannot be used \(file is not a database\); move it away"):
-        Database(tmp_path / "broken")
-    assert (tmp_path / "broken" / FILE).read_bytes() == b"not a database" * 100
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        Database(tmp_path / "file" / "below")
-
-
-def test_concurrent_processes_create_one_database_and_one_secret(tmp_path: Path) -> None:
-    def open_database(number: int) -> bytes:
-        database = Database(tmp_path)
+def test_concurrent_processes_create_one_database_and_one_secret(open_database: OpenDatabase) -> None:
+    def add_key(number: int) -> bytes:
+        database = open_database()
         Keys(database).add(f"app-{number}")
         return database.secret("sessions")
 
     with ThreadPoolExecutor(8) as pool:
-        secrets = set(pool.map(open_database, range(16)))
+        secrets = set(pool.map(add_key, range(16)))
     assert len(secrets) == 1
-    assert len(Keys(Database(tmp_path)).all()) == 16
+    assert len(Keys(open_database()).all()) == 16
+
+
+def test_a_change_of_keys_or_sessions_changes_the_mark(open_database: OpenDatabase) -> None:
+    keys, other = Keys(open_database()), Keys(open_database())
+    marks = [other.mark()]
+    keys.add("app")
+    marks.append(other.mark())
+    keys.revoke("app")
+    marks.append(other.mark())
+    for _ in range(2):
+        keys.end_session("signature", 9e9)
+        marks.append(other.mark())
+    assert (len(set(marks)), marks[-1] == marks[-2]) == (4, True)
+    assert other.ended_sessions() == {"signature"}
 
 
 @pytest.mark.slow

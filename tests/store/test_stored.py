@@ -1,4 +1,4 @@
-"""Tests of stored files, batches and usage, and of the database file."""
+"""Tests of stored files, batches and usage."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import psycopg
 import pytest
+from sqlalchemy import delete, insert
 
-from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.stored.usage import WRITE_DELAY_S, UsageBook
-from diffserve.store import Database, Keys
+from diffserve.store import Database
 from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of, read_line
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
-from diffserve.store.database import FILE, MIGRATIONS, PageSelection
+from diffserve.store.database import PageSelection
+from diffserve.store.errors import StoreError
 from diffserve.store.files import Files
+from diffserve.store.schema import usage as usage_table
 from diffserve.store.usage import Usage, UsageCounts, day_of
+from tests.store.conftest import OpenDatabase
 
 
 class Clock:
@@ -31,9 +36,9 @@ class Clock:
 class Shelf:
     """Files and batches over one database."""
 
-    def __init__(self, folder: Path, max_bytes: int = 1000) -> None:
+    def __init__(self, database: Database, max_bytes: int = 1000) -> None:
         self.clock = Clock()
-        self.database = Database(folder)
+        self.database = database
         self.files = Files(self.database, max_bytes, self.clock)
         self.batches = Batches(self.database, self.files, self.clock)
 
@@ -46,8 +51,8 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path)
+def shelf(database: Database) -> Shelf:
+    return Shelf(database)
 
 
 def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,20 +84,22 @@ def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: py
     assert shelf.names == {names[1]}
 
 
-def test_each_line_is_in_the_output_once_after_a_torn_write(shelf: Shelf, tmp_path: Path) -> None:
+def test_each_line_is_in_the_output_once_after_a_torn_write(open_database: OpenDatabase) -> None:
+    shelf = Shelf(open_database())
     batch = shelf.batches.add("key-1", "/v1/images/generations", shelf.add(), 4, {"for": "me"})
     shelf.batches.move(batch.id, "in_progress", of=("validating",))
     shelf.batches.finish_lines(batch.id, [LineDone(1, b"one\n", False), LineDone(2, b"bad\n", True)])
     with shelf.files.path(batch.output_file).open("ab") as output_file:
         output_file.write(b"half of an unfinished line" * 9)
-    reopened = Shelf(tmp_path)
+    reopened = Shelf(open_database())
     [unfinished] = reopened.batches.unfinished()
     assert (unfinished.status, unfinished.output_bytes) == ("in_progress", 4)
     assert (unfinished.num_completed, unfinished.num_failed) == (1, 1)
     assert reopened.batches.done_lines(unfinished) == {1, 2}
     reopened.batches.finish_lines(batch.id, [LineDone(3, b"three\n", False)])
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(StoreError) as refused:
         reopened.batches.finish_lines(batch.id, [LineDone(3, b"three again\n", False)])
+    assert refused.value.reason == "duplicate"
     assert batch.output_file in reopened.batches.files_in_use()
     reopened.files.sweep(reopened.batches.files_in_use())
     reopened.batches.finish(batch.id, "cancelled")
@@ -165,8 +172,8 @@ def test_a_file_is_checked_in_slices_of_few_lines_and_bytes(num_lines: int, line
     assert len(ends) > 5
 
 
-def test_usage_is_summed_by_key_and_day(tmp_path: Path) -> None:
-    usage = Usage(Database(tmp_path))
+def test_usage_is_summed_by_key_and_day(database: Database) -> None:
+    usage = Usage(database)
     usage.add({("key-1", "2026-01-02"): UsageCounts(1, 2, 3, 4, 5), ("", "2026-01-02"): UsageCounts(requests=1)})
     usage.add({("key-1", "2026-01-02"): UsageCounts(1, 1, 1, 1, 1), ("key-1", "2025-12-31"): UsageCounts(requests=9)})
     assert usage.days("2026-01-01", "key-1") == [("key-1", "2026-01-02", UsageCounts(2, 3, 4, 5, 6))]
@@ -195,52 +202,25 @@ def test_usage_is_written_in_groups_and_at_shutdown(tmp_path: Path) -> None:
     assert usage.days("1970-01-01") == [("key-1", "1970-01-01", UsageCounts(requests=3, pictures=1))]
 
 
-def test_a_failed_write_is_rolled_back_and_its_connection_closed(tmp_path: Path) -> None:
-    database = Database(tmp_path)
+def test_a_failed_write_is_rolled_back_and_its_connection_closed(database: Database) -> None:
     usage = Usage(database)
     usage.add({("key-1", "2026-01-02"): UsageCounts(requests=1)})
-    with database.connected(at_once=False) as connection:
-        first = connection
-    with pytest.raises(sqlite3.IntegrityError), database.connected(at_once=False) as connection:
-        connection.executescript("BEGIN; DELETE FROM usage; INSERT INTO usage (owner) VALUES ('key-2')")
-    assert connection is first, "small writes reuse one connection"
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        first.execute("SELECT 1")
-    with database.connected(at_once=False) as connection:
-        assert connection is not first
+    used: list[object] = []
+
+    def delete_and_fail() -> None:
+        with database.writing(at_once=False) as connection:
+            used.append(connection.connection.dbapi_connection)
+            connection.execute(delete(usage_table))
+            connection.execute(insert(usage_table).values(owner="key-2", day="2026-01-02"))
+
+    with database.writing(at_once=False) as connection:
+        first = connection.connection.dbapi_connection
+    with pytest.raises(StoreError):
+        delete_and_fail()
+    assert first is not None
+    assert used == [first], "small writes reuse one connection"
+    with pytest.raises((sqlite3.ProgrammingError, psycopg.OperationalError), match="closed"):
+        first.cursor().execute("SELECT 1")
+    with database.writing(at_once=False) as connection:
+        assert connection.connection.dbapi_connection is not first
     assert usage.days("2026-01-01") == [("key-1", "2026-01-02", UsageCounts(requests=1))]
-
-
-def test_an_old_database_is_backed_up_and_migrated(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.executescript(MIGRATIONS[0])
-        connection.execute("INSERT INTO keys VALUES ('key-1', 'app', x'00', 'generate', NULL, 1.0, NULL)")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]
-    assert Usage(Database(tmp_path)).days("2000-01-01") == []
-    with sqlite3.connect(tmp_path / f"{FILE}.version-1") as backup:
-        assert backup.execute("PRAGMA user_version").fetchone() == (1,)
-        assert backup.execute("SELECT name FROM keys").fetchone() == ("app",)
-    backup.close()
-
-
-def test_a_damaged_or_read_only_database_is_reported_and_left_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(50):
-        Keys(Database(tmp_path)).add(f"app-{number}")
-    intact = (tmp_path / FILE).read_bytes()
-    damaged = intact[:4096] + b"\xff" * 8192 + intact[12288:]
-    (tmp_path / FILE).write_bytes(damaged)
-    with pytest.raises(ConfigError, match=r"cannot be used .* move it away or choose another folder"):
-        Database(tmp_path)
-    assert (tmp_path / FILE).read_bytes() == damaged
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(30, "Read-only file system")
-
-    monkeypatch.setattr("diffserve.store.database.os.open", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be written: Read-only file system; fix it or choose another"):
-        Database(tmp_path)
-    assert (tmp_path / FILE).read_bytes() == damaged

@@ -374,7 +374,7 @@ def test_an_invalid_value_is_an_error_at_its_field(server: RunningServer) -> Non
 def test_settings_of_an_image_are_reused(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         await page.finish(page.ask(prompt="a crown", guidance=2.5, seed="5"))
-        *values, caption = await page.reuse()
+        *values, caption, _ = await page.reuse()
         form = dict(zip(NAMES, values, strict=False))
         assert (form["prompt"], form["guidance"], form["seed"]) == ("a crown", 2.5, "5")
         assert "Settings loaded" in caption

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from diffserve.api.errors import EngineUnavailable
+from diffserve.api.errors import EngineUnavailable, InvalidRequest
 from diffserve.client import ImageCapabilities, PlannedExperiment, SamplerChoice
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
 from tests.ui.gradio_request import Request
 from ui.captions import EARLY
-from ui.experiment.handlers import NOT_YET, ExperimentHandlers
+from ui.experiment.handlers import NOT_YET, ExperimentForm, ExperimentHandlers, read_form
 from ui.experiment.view import Shown, names_of, work_text
 from ui.server import Server
 
@@ -36,6 +36,7 @@ def form(**fields: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
         "guidance": None, "reference_steps": 6, "model": None, "axis": "", "axis_values": "",
+        "x": "num_inference_steps", "x_values": "", "y": "sampler", "y_values": "",
         "request": Request(),
     }  # fmt: skip
     return values | fields
@@ -51,7 +52,7 @@ def test_an_experiment_ends_with_curves_and_files_and_a_reloaded_page_finds_it_a
         estimate = await events.estimate(**form())
         shown = await run(events)
         name = next(update.current for update in shown if isinstance(update.current, str))
-        again = [update async for update in events.follow(name, Request())]  # type: ignore[arg-type]
+        again = [update async for update in events.follow(name, None, None, Request())]  # type: ignore[arg-type]
         await here.client.close()
         return estimate, shown, again
 
@@ -191,3 +192,16 @@ def test_samplers_are_selected_by_their_labels() -> None:
         model="a", plan={"prompts": ["a"], "num_seeds": 1, "guidance": [1, 3]}, num_cells=2, num_images=4
     )
     assert work_text(planned).startswith("2 combinations of sampler, steps and guidance, 1 image each")
+
+
+def test_axes_need_values_and_differ() -> None:
+    values = form(x="eta", x_values="0, 0.5", y="lora:ink", y_values="0, 1", axis="clip_skip", axis_values="1, 2")
+    del values["request"]
+    assert read_form(ExperimentForm(**values))["axes"] == {"eta": "0, 0.5", "lora:ink": "0, 1", "clip_skip": "1, 2"}
+    for changes, message in (
+        ({"x_values": " "}, "the axis Eta has no values"),
+        ({"y": "eta"}, "X and Y are both Eta"),
+        ({"axis": "eta"}, "the axis Eta is chosen twice"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            read_form(ExperimentForm(**values | changes))

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.summary import CellSummary
-from ui.experiment.view import findings_list, grid
+from ui.experiment.grid import Arrangement, grid
+from ui.experiment.view import findings_list
 
 BAD = "<img src=x onerror=alert(1)>\"'&"
 
@@ -75,6 +76,39 @@ def test_each_guidance_has_its_own_converged_column_in_its_rows() -> None:
     markup = grid(plan, {}, {}, {})
     assert "<small>DDIM 20, guidance 1</small>" in markup
     assert "<small>DDIM 20, guidance 3</small>" in markup
+
+
+def test_any_field_can_be_the_columns_and_rows() -> None:
+    plan = SweepPlan(
+        samplers=("ddpm", "ddim"), steps=(4, 8), guidance=(1.0, 3.0), prompts=("a fox",), num_seeds=1,
+        reference_steps=20, axes={"eta": (0.0, 0.5, 1.0)},
+    )  # fmt: skip
+
+    def arranged(columns: str, rows: str) -> tuple[list[str], list[str], list[list[str]]]:
+        looks = {cell: Path("/a.png") for cell in plan.all_cells}
+        cells = {cell: finished(cell) for cell in plan.all_cells}
+        markup = grid(plan, cells, looks, {"ddim": "DDIM"}, Arrangement(columns, rows)).replace("&nbsp;", " ")
+        table = ElementTree.fromstring(_closed(markup))
+        heads = [head.text or "" for head in table.findall(".//thead/tr/th")]
+        body = table.findall(".//tbody/tr")
+        images = [[image.get("alt") or "" for image in row.findall("td/a/img")] for row in body]
+        return heads, [row.findtext("th") or "" for row in body], images
+
+    heads, rows, images = arranged("eta", "guidance_scale")
+    assert heads == ["eta", "0", "0.5", "1", "converged", "converged"]
+    assert rows[:4] == [
+        "ddpm, 4 steps, guidance 1", "ddpm, 4 steps, guidance 3",
+        "DDIM, 4 steps, guidance 1", "DDIM, 4 steps, guidance 3",
+    ]  # fmt: skip
+    compared = [f"DDIM, 4 steps, guidance 3, eta {eta}" for eta in ("0", "0.5", "1")]
+    assert images[3] == [*compared, "DDIM, 20 steps, guidance 3"]
+    heads, rows, _ = arranged("sampler", "eta")
+    assert heads[:3] == ["sampler", "ddpm", "DDIM"]
+    assert rows[:3] == [f"4 steps, guidance 1, eta {eta}" for eta in ("0", "0.5", "1")]
+    assert len(rows) == 12
+    heads, rows, _ = arranged("clip_skip", "eta")  # not compared here
+    assert heads[:3] == ["steps", "4", "8"]
+    assert rows[:3] == [f"ddpm, guidance 1, eta {eta}" for eta in ("0", "0.5", "1")]
 
 
 def test_a_learned_sampler_is_one_cell_at_its_own_steps() -> None:

@@ -231,6 +231,28 @@ def test_the_refiner_switch_is_read_back_and_another_refiner_causes_a_warning() 
     assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
+def test_a_second_pass_and_tiles_are_read_back_from_an_image() -> None:
+    first = "a fox\nSteps: 8, Sampler: DDIM, Seed: 1, Size: 128x128, Denoising strength: 0.3, "
+    text = f"{first}Hires upscale: 1.5, Hires steps: 6, Hires upscaler: Lanczos, Tile size: 96, Tile overlap: 0"
+    form = form_of(text, MODEL)
+    assert form.strength is None
+    assert doubts(text, MODEL) == ()
+    fields = order_of(form, MODEL).fields
+    expected = {"hires_scale": 1.5, "hires_steps": 6, "hires_strength": 0.3, "tile_size": 96, "tile_overlap": 0}
+    assert {name: value for name, value in fields.items() if name in expected} == expected
+    resized = f"{first}Hires resize: 256x256, Hires upscaler: Nearest, Hires sampler: DDPM"
+    assert order_of(form_of(resized, MODEL), MODEL).fields["hires_scale"] == 2
+    (reason,) = doubts(resized, MODEL)
+    assert "Hires sampler, Hires upscaler" in reason
+    assert not [name for name in order_of(form_of(first, MODEL), MODEL).fields if name.startswith("hires")]
+    for name, text, message in (
+        ("hires_scale", "0.5", "hires_scale is 0.5; it must lie between 1 and 8"),
+        ("tile_size", "4096", "The tile_size is '4096'; give a whole number from 0 to 2048"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            order_of(Form(prompt="a fox", typed={name: text}), MODEL)
+
+
 def test_unsupported_values_are_not_read_into_hidden_fields() -> None:
     text = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
     assert doubts(text, MODEL)[1:] == ()
@@ -285,7 +307,7 @@ def test_a_selected_model_is_requested_by_name() -> None:
 
 
 def test_the_form_and_the_page_have_the_same_field_order() -> None:
-    assert Form.__struct_fields__ == Fields._fields
+    assert Form.__struct_fields__ == (*Fields._fields, "uses_references")
     values = [f"{number}" for number in range(len(FORM_FIELDS))]
     assert [*Form.of(values).texts.values()] == values
     assert Form.of(values).values == tuple(

@@ -18,7 +18,7 @@ from tests.ui.capabilities import MODEL
 from tests.ui.gradio_request import Request
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import Form, order_of
-from ui.create.start import MASK, MAX_MARKS_CHARS, MISSING_IMAGE, PageMarks, Starting, start_of
+from ui.create.start import MASK, MAX_MARKS_CHARS, MISSING_IMAGE, PageMarks, Starting, read_marks, start_of
 from ui.server import Models, Server
 from ui.visitors import Visitors
 
@@ -37,17 +37,17 @@ def marks(mask: str = "", *, is_edit: bool = True) -> str:
 
 
 def test_marks_come_with_the_image_and_its_size(tmp_path: Path) -> None:
-    start = start_of(marks(URL), "0,5", tmp_path)
+    start = start_of(read_marks(marks(URL)), "0,5", tmp_path)
     assert start is not None
     assert (start.path, start.mask, start.strength) == (tmp_path, PNG, 0.5)
     assert order_of(Form(prompt="a fox"), MODEL, start).fields["size"] == "auto"
     assert order_of(Form(prompt="a fox", size="96x64"), MODEL, start).fields["size"] == "96x64"
     for noise in (None, "", marks(is_edit=False)):
-        assert start_of(noise, "nonsense", tmp_path) is None
+        assert start_of(read_marks(noise), "nonsense", tmp_path) is None
     with pytest.raises(InvalidRequest, match=MISSING_IMAGE[:30]):
-        start_of(marks(), "", None)
+        start_of(read_marks(marks()), "", None)
     with pytest.raises(InvalidRequest, match="strength is '2'"):
-        start_of(marks(), "2", tmp_path)
+        start_of(read_marks(marks()), "2", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_marks_come_with_the_image_and_its_size(tmp_path: Path) -> None:
 )
 def test_invalid_marks_are_refused_with_a_message(odd: str) -> None:
     with pytest.raises(InvalidRequest, match="draw it again"):
-        start_of(odd, "", Path("start.png"))
+        start_of(read_marks(odd), "", Path("start.png"))
 
 
 def test_a_visitor_can_start_only_from_own_uploads_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from ui.create.parameters import (
 from ui.create.rewriting import rewritten
 from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
-from ui.create.start import start_of, still_shown
+from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
 from ui.events import PRIVATE, SILENT, called_with, event_value
 from ui.server import Models, Server, sentence
@@ -43,7 +43,6 @@ CALLED: Final = {"num_images": "count"}
 A_LITTLE: Final = "0.15"
 """Default variation strength."""
 
-GONE: Final = "This image no longer exists; generate it again."
 REWRITING: Final = "Rewriting the prompt"
 
 A_FEW: Final = 4
@@ -104,7 +103,7 @@ class CreateHandlers:
         showing.copy_parameters.click(
             fn=None, js="(text) => { diffserveCopy(text); return []; }", inputs=showing.parameters
         )
-        loaded = [*fields.all, showing.caption]
+        loaded = [*fields.all, showing.caption, settings.references.listing]
         read = settings.read_parameters.upload(
             self.read_parameters,
             settings.read_parameters,
@@ -125,10 +124,15 @@ class CreateHandlers:
             arguments: The values of ``FORM_FIELDS`` in order, the mask data, and gradio's request.
         """
         *values, marks, request = arguments
-        async for update in self._generate(Form.of(values), marks, request):
+        try:
+            page_marks = read_marks(marks)
+        except DiffserveError as error:
+            yield Screen().draw(caption=captions.status(sentence(error), is_error=True))
+            return
+        async for update in self._generate(Form.of(values), page_marks, request):
             yield update
 
-    async def _generate(self, form: Form, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
+    async def _generate(self, form: Form, marks: PageMarks, request: gr.Request) -> AsyncIterator[list[Update]]:
         """Generate the images of ``form``; see ``generate``."""
         screen = Screen()
         visitor = self._visitors.of(request.session_hash)
@@ -136,12 +140,14 @@ class CreateHandlers:
         try:
             check_lengths(form)
             start = start_of(marks, form.strength, visitor.start)
+            references = await asyncio.to_thread(visitor.references.fields, marks.references)
             picture = await asyncio.to_thread(_read_if_present, visitor.control) if form.control else None
             try:
                 image = (await self._server.models()).image_of(form.model)
-                request_form: CheckedForm | Form = order_of(form, image, start, picture)
+                references = references if image.references else []
+                request_form: CheckedForm | Form = order_of(form, image, start, picture, references)
             except EngineUnavailable:  # the capabilities of the models are not known yet
-                if form.control:
+                if form.control or references:
                     raise
                 request_form = form
         except DiffserveError as error:
@@ -181,7 +187,8 @@ class CreateHandlers:
             check_lengths(form)
             image = (await self._server.models()).image_of(form.model)
             visitor = self._visitors.of(request.session_hash)
-            order_of(form, image, start_of(marks, form.strength, visitor.start), b"" if visitor.control else None)
+            start = start_of(read_marks(marks), form.strength, visitor.start)
+            order_of(form, image, start, b"" if visitor.control else None)
         except InvalidRequest as error:
             field = FIELD_OF.get(error.param or "", error.param)
             if field in FORM_FIELDS:
@@ -213,7 +220,7 @@ class CreateHandlers:
         visitor = self._visitors.of(request.session_hash)
         chosen = visitor.picture_at(picture)
         if chosen is None or not chosen.history_id:
-            return Screen().draw(caption=captions.status(GONE, is_error=True))
+            return Screen().draw(caption=captions.status(captions.GONE, is_error=True))
         ask_for_visitor(request)
         try:
             client = self._server.client
@@ -230,7 +237,7 @@ class CreateHandlers:
         visitor = self._visitors.of(request.session_hash)
         chosen = visitor.picture_at(picture)
         if chosen is None:
-            return Screen().draw(caption=captions.status(GONE, is_error=True))
+            return Screen().draw(caption=captions.status(captions.GONE, is_error=True))
         if visitor.asked != chosen.path:
             visitor.asked = chosen.path
             return Screen().draw(delete=gr.update(value=captions.ASK))
@@ -255,19 +262,26 @@ class CreateHandlers:
     async def vary(self, parameters: str, marks: str | None, request: gr.Request) -> AsyncIterator[list[Update]]:
         """Generate variations of the image with ``parameters``, and leave the form unchanged.
 
-        They have the variation strength of the image, or a small one. The image to edit is used if the image had one.
+        They have the variation strength of the image, or a small one. The image to edit and the references are used if
+        the image had them.
         """
         try:
             models = await self._server.models()
             form, _ = settings_of(parameters, models)
             few = min(A_FEW, models.image_of(form.model).max_images)
+            page_marks = read_marks(marks)
         except DiffserveError as error:
             yield Screen().draw(caption=captions.status(sentence(error), is_error=True))
             return
         strength = form.typed.get("variation_strength") or A_LITTLE
         typed = {**form.typed, "variation_strength": strength, "variation_seed": None}
         varied = msgspec.structs.replace(form, typed=typed, num_images=few)
-        async for update in self._generate(varied, None if form.strength is None else marks, request):
+        page_marks = PageMarks(
+            is_edit=page_marks.is_edit and form.strength is not None,
+            mask=page_marks.mask,
+            references=page_marks.references if form.uses_references else (),
+        )
+        async for update in self._generate(varied, page_marks, request):
             yield update
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
@@ -291,10 +305,11 @@ class CreateHandlers:
 
     def _loaded(self, form: Form, notes: Sequence[str], request: gr.Request) -> list[Update]:
         self._visitors.of(request.session_hash).begin_as(form)
-        return [*form.values, captions.status(captions.LOADED, notes=notes)]
+        listing = gr.skip() if form.uses_references else ""
+        return [*form.values, captions.status(captions.LOADED, notes=notes), listing]
 
     def _not_loaded(self, error: DiffserveError | OSError) -> list[Update]:
-        return [*[gr.skip()] * len(FORM_FIELDS), captions.status(sentence(error), is_error=True)]
+        return [*[gr.skip()] * len(FORM_FIELDS), captions.status(sentence(error), is_error=True), gr.skip()]
 
     async def look_at_start(self, request: gr.Request) -> list[Update]:
         """Hide the image to edit if the loaded settings do not use one."""

@@ -37,9 +37,11 @@ class CreateOutputs(NamedTuple):
     stop: gr.Button
     reuse_seed: gr.Button
     vary: gr.Button
+    upscale: gr.Button
     copy_parameters: gr.Button
     download: gr.DownloadButton
     edit: gr.Button
+    use_reference: gr.Button
     reuse_settings: gr.Button
     favorite: gr.Button
     delete: gr.Button
@@ -163,7 +165,9 @@ def _show() -> dict[str, Any]:
 
 ACTIONS: Final = {
     "vary": ("Vary", "vary"),
+    "upscale": ("Upscale", "upscale"),
     "edit": ("Edit", "edit-this"),
+    "use_reference": ("Use as reference", "use-reference"),
     "reuse_settings": ("Reuse settings", "reuse-settings"),
     "reuse_seed": ("Reuse seed", "reuse-seed"),
     "favorite": ("Favorite", "favorite"),

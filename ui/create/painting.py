@@ -325,6 +325,7 @@ class Painting:
                     f"guidance {event.guidance_scale:g}",
                     event.size,
                     *map(_lora_label, event.loras),
+                    *(f"reference {reference.name} {reference.scale:g}" for reference in event.references),
                     *(() if event.strength is None else (f"strength {event.strength:g}",)),
                     *told(self.request.fields),
                 )

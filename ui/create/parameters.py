@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import MAX_GUIDANCE, REQUEST_FIELDS, NoiseSource
+from diffserve.api.fields import HIRES, MAX_GUIDANCE, REQUEST_FIELDS, NoiseSource
 from diffserve.api.sizes import parse_size
-from diffserve.api.types import MAX_PROMPT_CHARS
+from diffserve.api.types import FILTERS, MAX_PROMPT_CHARS
 from diffserve.client import ImageCapabilities, StreamedImageFields
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
-from diffserve.media.infotext import parse_infotext
+from diffserve.media.infotext import UPSCALE, parse_infotext
 from diffserve.media.infotext_recipe import KEYS, is_enlarged, read_value
 from diffserve.models.controlnets import MAX_SCALE, PASSED_THROUGH, Control
 from diffserve.models.loras import read_list
@@ -43,6 +44,9 @@ NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
 
 TOLD_OTHERWISE: Final = ("switch_at", "similarity_threshold")
 """Fields for which :func:`doubts` has a more specific message than that the model refuses them."""
+
+SECOND_PASS_ONLY: Final = ("hires_sampler", "hires_schedule", "hires_prompt", "hires_negative_prompt")
+"""Fields of the second pass (hires fix) that the page does not have."""
 
 SAME_ASPECT: Final = 0.2
 """Largest difference of the logarithms of two aspect ratios that count as equal."""
@@ -76,6 +80,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     preprocessor: str | None = None
     control_picture: str | None = None
     typed: Mapping[str, str | None] = {}  # texts of the fields in ui.fields.TYPED, by name
+    uses_references: bool = False  # whether the image with these settings had references, which are no field
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Form:
@@ -112,7 +117,7 @@ def _number_of(text: str | None) -> int | float | None:
     return None if not math.isfinite(number) else int(number) if number.is_integer() else number
 
 
-FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "typed"), *TYPED)
+FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name not in ("typed", "uses_references")), *TYPED)
 """Names of all fields, in the order of the page's inputs and outputs."""
 
 NUMBERS: Final = frozenset(
@@ -167,7 +172,11 @@ def check_lengths(form: Form) -> None:
 
 
 def order_of(
-    form: Form, image: ImageCapabilities, start: StartFile | None = None, control_picture: bytes | None = None
+    form: Form,
+    image: ImageCapabilities,
+    start: StartFile | None = None,
+    control_picture: bytes | None = None,
+    references: Sequence[Mapping[str, Any]] = (),
 ) -> CheckedForm:
     """Convert a form to a request.
 
@@ -176,6 +185,7 @@ def order_of(
         image: Capabilities of the model.
         start: The start image, whose size is used if the form has none.
         control_picture: The file of the ControlNet's control image.
+        references: The reference images as request fields.
 
     Raises:
         InvalidRequest: A field cannot be used.
@@ -202,6 +212,7 @@ def order_of(
         "noise_source": form.noise_source or None,
         "loras": _loras(form.loras, image) or None,
         "controlnets": _controls(form, image, control_picture) or None,
+        "references": list(references) or None,
         "seed": read_seed(form.seed),
         "model": (form.model or "").strip() or None,
         **{name: read_typed(name, form.typed.get(name), image) for name in TYPED},
@@ -316,6 +327,8 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     aspect, size = _match_name(fields.get("Size"), Form(prompt=None).aspect, sizes)
     omitted_keys = {""} if "Similarity" in fields else {"", "Similarity threshold"}
     omitted_keys |= {KEYS[name] for name in _refused(fields, image)}
+    typed = {name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in omitted_keys}
+    typed |= _second_pass(fields) if is_enlarged(read) else {name: None for name in TYPED if name.startswith(HIRES)}
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -329,8 +342,9 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         seed=fields.get("Seed"),
         spacing=_spacing(fields),
         strength=None if is_enlarged(read) else fields.get("Denoising strength"),
-        typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in omitted_keys},
+        typed=typed,
         noise_source=read_value("noise_source", fields.get("RNG", "")),
+        uses_references="Reference 0" in fields,
     )
 
 
@@ -353,13 +367,19 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         steps = f"{read.fields['Interrupted after'][:8]} of {read.fields.get('Steps', '?')[:8]} steps"
         reasons.append(f"It was interrupted after {steps}: the result will be the finished image.")
     if is_enlarged(read):
-        reasons.append(
-            "It was enlarged in a second pass (hires fix), which is not supported: the result will be smaller."
-        )
+        others = [KEYS[name] for name in SECOND_PASS_ONLY if KEYS[name] in read.fields]
+        if read.fields.get("Hires upscaler", FILTERS[0]).lower() != FILTERS[0]:
+            others.append(KEYS["hires_upscaler"])
+        if others:
+            reasons.append(f"The page has no fields for its {', '.join(others)}: the result will differ.")
     elif "Denoising strength" in read.fields:
         reasons.append("It started from an image that is not in the file: choose that image under Edit an image.")
+    if UPSCALE in read.fields:
+        reasons.append(f"It was upscaled ({read.fields[UPSCALE][:80]}): press Upscale when it is generated.")
     if "ControlNet 0" in read.fields:
         reasons.append("It used control images that are not in the file: the result will differ.")
+    if "Reference 0" in read.fields:
+        reasons.append("It used reference images that are not in the file: add them in the group Adapters.")
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
         reasons.append(f"Its last steps used the refiner {refiner[:80]}, which is not loaded: the result will differ.")
@@ -383,6 +403,17 @@ def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list
     refused = () if image is None else image.refused_fields
     recorded = {name: fields[KEYS[name]] for name in TYPED if name in refused and KEYS.get(name) in fields}
     return [name for name, value in recorded.items() if value != REQUEST_FIELDS[name].default_text]
+
+
+def _second_pass(fields: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the typed fields of the second pass (hires fix) that an image's parameters ``fields`` record."""
+    scale = fields.get(KEYS["hires_scale"])
+    if scale is None:
+        with suppress(InvalidRequest, KeyError):
+            first, second = (parse_size(fields[KEYS[name]]) for name in ("size", "hires_size"))
+            scale = f"{second[0] / first[0]:g}" if first and second else None
+    steps, strength = fields.get(KEYS["hires_steps"]), fields.get(KEYS["strength"])
+    return {"hires_scale": scale, "hires_steps": steps, "hires_strength": strength}
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:

@@ -9,12 +9,13 @@ from gradio.components import Component
 
 from diffserve.api.fields import MAX_GUIDANCE, REQUEST_FIELDS
 from diffserve.models.controlnets import MAX_SCALE
-from ui.create import adapters, start
+from ui.create import adapters, references, start
 from ui.create.adapters import AdapterPanel
 from ui.create.parameters import ASPECTS, NOISE_SOURCES, SPACINGS
+from ui.create.references import ReferencePanel
 from ui.create.start import StartPanel
 from ui.events import number_field, text_field
-from ui.fields import TYPED
+from ui.fields import TYPED, as_labelled
 from ui.uploads import upload_button
 
 QUALITIES: Final = ("draft", "standard", "fine")
@@ -24,6 +25,16 @@ SAMPLING: Final = (
     "switch_at",
 )
 """Typed fields of the group Sampling; the others are in Extras."""
+
+
+PLACEHOLDERS: Final = {"best_of": "as Images", "tile_size": "off", "tile_overlap": "a quarter"}
+"""What an empty typed field means, where the text of the field table is too long for it or names fields."""
+
+TITLED: Final = {
+    "Larger image, second pass (hires fix)": ("hires_scale", "hires_strength", "hires_steps"),
+    "Tiles, for images larger than the model's": ("tile_size", "tile_overlap"),
+}
+"""Typed fields of the group Extras below a title."""
 
 
 class Fields(NamedTuple):
@@ -66,6 +77,7 @@ class Settings(NamedTuple):
         fields: The input components by their names in ``Fields``, without those of the prompt.
         start: The panel with the image to edit.
         adapters: The panel with LoRAs, ControlNet, embeddings and styles.
+        references: The panel with reference images.
         random_seed: The button next to the seed.
         read_parameters: The button that loads settings from a picture.
     """
@@ -74,6 +86,7 @@ class Settings(NamedTuple):
     fields: dict[str, Any]
     start: StartPanel
     adapters: AdapterPanel
+    references: ReferencePanel
     random_seed: gr.Button
     read_parameters: gr.UploadButton
 
@@ -100,13 +113,13 @@ def lay_out() -> Settings:
     with _group("sampling"):
         fields |= _sampling()
     with _group("adapters"):
-        panel = adapters.lay_out(MAX_SCALE)
+        panel, reference_panel = adapters.lay_out(MAX_SCALE), references.lay_out()
     with _group("start"):
         begin = start.lay_out(groups)
     with _group("extras"):
         fields |= {"typed": _extras(fields.pop("typed"))}
     fields |= {"strength": begin.strength, **panel.fields}
-    return Settings(groups, fields, begin, panel, random_seed, read_parameters)
+    return Settings(groups, fields, begin, panel, reference_panel, random_seed, read_parameters)
 
 
 def _group(name: str) -> gr.Column:
@@ -177,7 +190,11 @@ def _sampling() -> dict[str, Any]:
 
 def _extras(typed: dict[str, Component]) -> dict[str, Component]:
     """Build the other typed fields; return all of them in the order of ``TYPED``."""
-    typed = typed | _typed_rows([name for name in TYPED if name not in SAMPLING])
+    titled = [name for names in TITLED.values() for name in names]
+    typed = typed | _typed_rows([name for name in TYPED if name not in (*SAMPLING, *titled)])
+    for title, names in TITLED.items():
+        gr.HTML(f"<h3>{title}</h3>", elem_classes="subtitle", js_on_load=None)
+        typed |= _typed_rows(names)
     return {name: typed[name] for name in TYPED}
 
 
@@ -193,14 +210,15 @@ def _typed_rows(names: Any) -> dict[str, Component]:
 def _typed(name: str) -> Component:
     """Return the component for ``name`` of ``TYPED``; seeds are texts, because browsers round large numbers."""
     field, elem_id = REQUEST_FIELDS[name], name.replace("_", "-")
+    info, nothing = as_labelled(field.help), PLACEHOLDERS.get(name, field.default_text)
     if field.type not in (int, float) or name == "variation_seed":
-        return text_field(field.form, field.default_text, elem_id, info=field.help)
+        return text_field(field.form, nothing, elem_id, info=info)
     is_whole = field.type is int
     return number_field(
         field.form,
-        field.default_text,
+        nothing,
         elem_id,
-        info=field.help,
+        info=info,
         minimum=field.minimum if field.minimum is not None else int(is_whole),
         maximum=field.maximum,
         step=1 if is_whole else 0.05,

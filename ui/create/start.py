@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -19,8 +18,9 @@ import msgspec
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import encode_image, resize
-from ui.captions import status
+from ui.captions import GONE, status
 from ui.create.parameters import StartFile
+from ui.create.reference_files import ReferenceSettings
 from ui.events import PRIVATE, SILENT, number_field
 from ui.fields import read_number
 from ui.server import Server, sentence
@@ -33,6 +33,7 @@ MAX_START_BYTES: Final = 4_000_000
 
 JPEG_QUALITY: Final = 95
 MASK: Final = "data:image/png;base64,"
+UNREADABLE_MASK: Final = "The mask cannot be read; clear it and draw it again."
 MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove picture."
 EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="The image to edit"></div>
 <div role="group" aria-label="Mask" class="marking">
@@ -68,10 +69,17 @@ class StartPanel(NamedTuple):
 
 
 class PageMarks(msgspec.Struct, frozen=True):
-    """Whether the page shows an image to edit, and its mask as a data URL, empty without a mask."""
+    """What the browser sends with a request in addition to the fields.
+
+    Attributes:
+        is_edit: Whether the page shows an image to edit.
+        mask: Its mask as a data URL, empty without a mask.
+        references: Settings of the reference images.
+    """
 
     is_edit: bool = False
     mask: str = ""
+    references: tuple[ReferenceSettings, ...] = ()
 
 
 def lay_out(groups: gr.Radio) -> StartPanel:
@@ -128,7 +136,7 @@ class Starting:
                 most_px = max(image.max_side_px for image in (models.image, *models.others.values()))
             except EngineUnavailable:  # the server resizes it
                 most_px = None
-            data, name = await decoded(request, lambda decoder: _read_once(Path(file), most_px, decoder))
+            data, name = await decoded(request, lambda decoder: read_upload(Path(file), most_px, decoder))
             path = await asyncio.to_thread(self._server.files.write, data, name)
         except (DiffserveError, OSError) as error:
             return [gr.skip()] * 3 + [status(sentence(error), is_error=True)]
@@ -140,7 +148,7 @@ class Starting:
         visitor = self._visitors.of(request.session_hash)
         chosen = visitor.picture_at(picture)
         if chosen is None:
-            return [gr.skip()] * 3 + [status("This image no longer exists; generate it again.", is_error=True)]
+            return [gr.skip()] * 3 + [status(GONE, is_error=True)]
         visitor.start = chosen.path
         return shown(chosen.path)
 
@@ -157,39 +165,52 @@ class Starting:
         return shown(visitor.start)
 
 
-def start_of(marks: str | None, strength: str | None, picture: Path | None) -> StartFile | None:
+def read_marks(text: str | None) -> PageMarks:
+    """Parse what the browser sends with a request. Raises InvalidRequest."""
+    if not text:
+        return PageMarks()
+    try:
+        if len(text) > MAX_MARKS_CHARS:
+            raise ValueError("too long")
+        return msgspec.json.decode(text, type=PageMarks)
+    except ValueError:  # msgspec's errors are ValueErrors
+        raise InvalidRequest(UNREADABLE_MASK, param="mask") from None
+
+
+def start_of(marks: PageMarks, strength: str | None, picture: Path | None) -> StartFile | None:
     """Return the image and mask of a request, or None if it starts from noise.
 
     Raises:
         InvalidRequest: The image no longer exists, or the mask or strength is invalid.
     """
-    if not marks:
+    if not marks.is_edit:
         return None
     try:
-        if len(marks) > MAX_MARKS_CHARS:
-            raise ValueError("too long")
-        page_marks = msgspec.json.decode(marks, type=PageMarks)
-        if page_marks.mask and not page_marks.mask.startswith(MASK):
+        if marks.mask and not marks.mask.startswith(MASK):
             raise ValueError("no PNG")
-        mask = base64.b64decode(page_marks.mask.removeprefix(MASK), validate=True) if page_marks.mask else None
-    except (ValueError, binascii.Error):  # msgspec's errors are ValueErrors
-        raise InvalidRequest("The mask cannot be read; clear it and draw it again.", param="mask") from None
-    if not page_marks.is_edit:
-        return None
+        mask = base64.b64decode(marks.mask.removeprefix(MASK), validate=True) if marks.mask else None
+    except ValueError:  # so are those of base64
+        raise InvalidRequest(UNREADABLE_MASK, param="mask") from None
     if picture is None:
         raise InvalidRequest(MISSING_IMAGE, param="image")
     return StartFile(path=picture, mask=mask, strength=read_number(strength, "strength", 1.0))
 
 
-def _read_once(file: Path, most_px: int | None, reader: ImageReader) -> tuple[bytes, str]:
-    """Read the image in ``file``, which is removed; return it as a file with no side above ``most_px``, and a name.
+def read_upload(file: Path, most_px: int | None, reader: ImageReader) -> tuple[bytes, str]:
+    """Read the uploaded ``file``, which is removed, and return its image as ``fit_picture`` does."""
+    try:
+        data = file.read_bytes()
+    finally:
+        file.unlink(missing_ok=True)
+    return fit_picture(data, most_px, reader)
+
+
+def fit_picture(data: bytes, most_px: int | None, reader: ImageReader) -> tuple[bytes, str]:
+    """Return the image in ``data`` as an opaque file with no side above ``most_px``, and a file name.
 
     The file is a PNG or, where that is large, a JPEG. Raises InvalidRequest.
     """
-    try:
-        picture = reader.decode_image(file.read_bytes(), name="The image")
-    finally:
-        file.unlink(missing_ok=True)
+    picture = reader.decode_image(data, name="The image")
     longest = max(picture.width_px, picture.height_px)
     if most_px is not None and longest > most_px:
         sides = [max(1, round(side * most_px / longest)) for side in (picture.width_px, picture.height_px)]

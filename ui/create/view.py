@@ -149,8 +149,7 @@ def remaining(visitor: Visitor) -> dict[str, Update]:
         values = shown_together(visitor, visitor.batch)
         return values | {"gallery": _gallery(visitor), "caption": captions.picture_caption(visitor.batch[0])}
     if visitor.pictures:
-        newest = visitor.pictures[0]
-        return shown(newest) | {"gallery": _gallery(visitor), "caption": captions.picture_caption(newest)}
+        return shown_newest(visitor) | {"caption": captions.picture_caption(visitor.pictures[0])}
     return shown_unfinished(None) | {"gallery": _gallery(visitor), "caption": captions.status(captions.READY)}
 
 
@@ -161,6 +160,11 @@ def _latest(visitor: Visitor) -> dict[str, Update]:
         caption = captions.status(captions.batch_facts(together), notes=together[-1].warnings)
         return shown_together(visitor, together) | {"caption": caption}
     return shown(newest) | {"caption": captions.picture_caption(newest)}
+
+
+def shown_newest(visitor: Visitor) -> dict[str, Update]:
+    """Return the values that show the newest image alone."""
+    return shown(visitor.pictures[0]) | {"gallery": _gallery(visitor)}
 
 
 def _buttons(is_busy: bool) -> dict[str, Update]:

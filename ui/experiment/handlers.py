@@ -15,6 +15,7 @@ from diffserve.client import ExperimentFields, ImageCapabilities
 from diffserve.experiments.measure import PromptCheck
 from ui.captions import EARLY, seconds_text, status
 from ui.events import event_value
+from ui.experiment.grid import AXIS_LABELS, MAIN_LABELS, SAMPLER, STEPS, Arrangement
 from ui.experiment.view import Shown, View, work_text
 from ui.server import Server, sentence
 from ui.visitors import ask_for_visitor
@@ -50,8 +51,12 @@ class ExperimentForm(NamedTuple):
         guidance: A number or text with numbers; empty uses the model's default.
         reference_steps: DDIM steps of the images that all others are compared with.
         model: Name of the model; empty uses the server's default.
-        axis: Name of another request field whose values are compared; empty: none.
+        axis: Name of a further request field whose values are compared; empty: none.
         axis_values: Its values, separated by commas, also as ranges.
+        x: Name of the request field of the columns.
+        x_values: Its values, unless the form has a list of its own for them.
+        y: Name of the request field of the rows.
+        y_values: Its values, unless the form has a list of its own for them.
     """
 
     samplers: Sequence[str]
@@ -64,6 +69,15 @@ class ExperimentForm(NamedTuple):
     model: str | None = None
     axis: str | None = None
     axis_values: str | None = None
+    x: str | None = STEPS
+    x_values: str | None = None
+    y: str | None = SAMPLER
+    y_values: str | None = None
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """The fields of columns and rows."""
+        return Arrangement((self.x or "").strip() or STEPS, (self.y or "").strip() or SAMPLER)
 
 
 def read_form(form: ExperimentForm) -> ExperimentFields:
@@ -93,14 +107,32 @@ def read_form(form: ExperimentForm) -> ExperimentFields:
     guidance = "" if form.guidance is None else str(form.guidance).strip()
     if guidance:
         fields["guidance"] = guidance
-    axis, values = (form.axis or "").strip(), (form.axis_values or "").strip()
-    if axis and not values:
-        raise InvalidRequest(f"the further axis {axis} has no values; write at least one.", param="axes")
-    if axis:
-        fields["axes"] = {axis: values}
+    axes = _axes(form)
+    if axes:
+        fields["axes"] = axes
     if form.model:
         fields["model"] = form.model
     return fields
+
+
+def _axes(form: ExperimentForm) -> dict[str, str]:
+    """Return the values of the axes that have no list of their own in the form. Raises InvalidRequest."""
+    columns, rows = form.arrangement
+    if columns == rows:
+        what = (MAIN_LABELS | AXIS_LABELS).get(columns, columns)
+        raise InvalidRequest(f"X and Y are both {what}; choose two different fields.", param="axes")
+    axes: dict[str, str] = {}
+    named = ((columns, form.x_values), (rows, form.y_values), ((form.axis or "").strip(), form.axis_values))
+    for name, text in named:
+        if not name or name in MAIN_LABELS:
+            continue
+        label, values = (AXIS_LABELS.get(name, name), (text or "").strip())
+        if not values:
+            raise InvalidRequest(f"the axis {label} has no values; write at least one, such as 0, 0.5.", param="axes")
+        if name in axes:
+            raise InvalidRequest(f"the axis {label} is chosen twice; choose another field.", param="axes")
+        axes[name] = values
+    return axes
 
 
 def _integer(value: float | None, name: str, default: int) -> int:
@@ -137,12 +169,15 @@ class ExperimentHandlers:
         model: str | None,
         axis: str | None,
         axis_values: str | None,
+        x: str | None,
+        x_values: str | None,
+        y: str | None,
+        y_values: str | None,
         request: gr.Request,
     ) -> str:
         """Return the size and duration of the experiment as HTML, or why it is invalid."""
-        form = ExperimentForm(
-            samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
-        )
+        values = (samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model)
+        form = ExperimentForm(*values, axis, axis_values, x, x_values, y, y_values)
         ask_for_visitor(request)
         try:
             fields = read_form(form)
@@ -170,12 +205,15 @@ class ExperimentHandlers:
         model: str | None,
         axis: str | None,
         axis_values: str | None,
+        x: str | None,
+        x_values: str | None,
+        y: str | None,
+        y_values: str | None,
         request: gr.Request,
     ) -> AsyncIterator[Shown]:
         """Start the experiment and stream the grid, then curves and files."""
-        form = ExperimentForm(
-            samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
-        )
+        values = (samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model)
+        form = ExperimentForm(*values, axis, axis_values, x, x_values, y, y_values)
         ask_for_visitor(request)
         try:
             if not await self._server.client.is_ready():
@@ -186,11 +224,20 @@ class ExperimentHandlers:
             yield Shown(status=status(message_of(error), is_error=True), run=gr.update(interactive=True))
             return
         yield Shown(current=experiment.id)
-        async for shown in self.follow(experiment.id, request):
+        async for shown in self.follow(experiment.id, x, y, request):
             yield shown
 
-    async def follow(self, current: str | None, request: gr.Request) -> AsyncIterator[Shown]:
-        """Stream the experiment with the ID ``current``, from its beginning; no change without one."""
+    async def follow(
+        self, current: str | None, x: str | None, y: str | None, request: gr.Request
+    ) -> AsyncIterator[Shown]:
+        """Stream the experiment with the ID ``current``, from its beginning; no change without one.
+
+        Args:
+            current: ID of the experiment.
+            x: Request field of the columns.
+            y: Request field of the rows.
+            request: The request of the page.
+        """
         if not current:
             yield Shown()  # gradio would clear the components after a generator without a value
             return
@@ -200,7 +247,7 @@ class ExperimentHandlers:
             client = self._server.client
             experiment = await client.experiment(current)
             image = (await self._server.wait_for_models()).image_of(experiment.model)
-            view = View(experiment, image, client, files)
+            view = View(experiment, image, client, files, Arrangement(x or STEPS, y or SAMPLER))
             stream = client.experiment_events(current)
         except (DiffserveError, OSError) as error:
             is_gone = isinstance(error, DiffserveError) and error.code == "experiment_not_found"

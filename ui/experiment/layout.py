@@ -9,13 +9,12 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.api.errors import DiffserveError
-from diffserve.api.fields import REQUEST_FIELDS
-from diffserve.experiments.axes import MAIN_AXES, NOT_AXES
 from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
 from ui.events import PRIVATE, keep_form
+from ui.experiment.grid import AXIS_LABELS, MAIN_LABELS, SAMPLER, STEPS
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
 
@@ -34,13 +33,6 @@ NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Estimating the duration."
 ASK_AGAIN_S: Final = 2.0
 """How often the estimate is retried while the models load."""
-
-AXES: Final = {
-    name: field.form or field.label
-    for name, field in REQUEST_FIELDS.items()
-    if (field.form or field.label) and name not in (*NOT_AXES, *MAIN_AXES)
-}
-"""Labels of the request fields that can be a further axis; LoRA strengths are "lora:NAME"."""
 
 REPORT_COMPARED: Final = """const chosen = new Set();
 element.addEventListener('change', ({ target }) => {
@@ -69,6 +61,10 @@ class ExperimentFields(NamedTuple):
     model: gr.Dropdown
     axis: gr.Dropdown
     axis_values: gr.Textbox
+    x: gr.Dropdown
+    x_values: gr.Textbox
+    y: gr.Dropdown
+    y_values: gr.Textbox
 
 
 class ExperimentOutputs(NamedTuple):
@@ -101,17 +97,19 @@ def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
 
 
 def _fields() -> tuple[ExperimentFields, gr.Button]:
+    x, x_values = _axis("x", "X: columns", STEPS)
+    y, y_values = _axis("y", "Y: rows", SAMPLER)
     samplers = gr.Dropdown(
         list(DEFAULT_SAMPLERS),
         value=[name for _, name in DEFAULT_SAMPLERS],
         multiselect=True,
         allow_custom_value=True,
         label="Samplers",
-        info="One row each. A sigma schedule may follow, such as DPM++ 2M Karras. Learned samplers have fixed steps.",
+        info="A sigma schedule may follow, such as DPM++ 2M Karras. Learned samplers have fixed steps.",
         elem_id="exp-samplers",
     )
     steps = gr.Textbox(
-        DEFAULT_STEPS, label="Steps", info="One column each, such as 5, 10-50 (+10).", elem_id="exp-steps"
+        DEFAULT_STEPS, label="Steps", info="One or more, such as 5, 10-50 (+10).", elem_id="exp-steps"
     )
     prompts = gr.Textbox(
         DEFAULT_PROMPTS, label="Prompts", info="One per line.", lines=2, max_lines=10, elem_id="exp-prompts"
@@ -143,23 +141,37 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
     model = gr.Dropdown(
         [("Default", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
     )
+    axis, axis_values = _axis("axis", "Further axis", "")
+    listed = (samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model)
+    return ExperimentFields(*listed, axis, axis_values, x, x_values, y, y_values), held_out
+
+
+def _axis(name: str, label: str, value: str) -> tuple[gr.Dropdown, gr.Textbox]:
+    """Build the choice of the field of an axis, and its values; an axis with a list of its own has none here."""
+    choices = [("None", "")] if not value else [(label, name) for name, label in MAIN_LABELS.items()]
     with gr.Row():
-        axis = gr.Dropdown(
-            [("None", ""), *((label, name) for name, label in AXES.items())],
-            value="",
-            label="Further axis",
-            info="More rows for a setting.",
+        field = gr.Dropdown(
+            [*choices, *((label, name) for name, label in AXIS_LABELS.items())],
+            value=value,
+            label=label,
+            info="Any field, or lora:NAME.",
             allow_custom_value=True,
             min_width=120,
-            elem_id="exp-axis",
+            elem_id=f"exp-{name}",
         )
-        axis_values = gr.Textbox(
-            "", label="Values", info="Such as 0, 0.5, 1.", max_lines=1, min_width=120, elem_id="exp-axis-values"
+        values = gr.Textbox(
+            "",
+            label="Values",
+            info="Such as 0, 0.5, 1.",
+            max_lines=1,
+            min_width=120,
+            visible=False,
+            elem_id=f"exp-{name}-values",
         )
-    fields = ExperimentFields(
-        samplers, steps, prompts, num_seeds, first_seed, guidance, reference_steps, model, axis, axis_values
+    field.change(
+        lambda chosen: gr.update(visible=bool(chosen) and chosen not in MAIN_LABELS), field, values, **PRIVATE
     )
-    return fields, held_out
+    return field, values
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> tuple[ExperimentOutputs, gr.ImageSlider]:
@@ -233,9 +245,9 @@ def _connect(
             return gr.skip(), gr.skip()
 
     keep_form(page, "experiment", fields)
-    keep_form(page, "experiment-run", [outputs.current]).then(
+    keep_form(page, "experiment-run", [outputs.current, fields.x, fields.y]).then(
         events.follow,
-        outputs.current,
+        [outputs.current, fields.x, fields.y],
         list(outputs),
         api_visibility="private",
         show_progress="hidden",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import quote
 
 import gradio as gr
 import msgspec
@@ -27,10 +26,11 @@ from diffserve.client import (
 from diffserve.experiments.charts import Chart, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
-from diffserve.experiments.series import line_names, line_of, steps_text
+from diffserve.experiments.series import steps_text
 from diffserve.experiments.summary import CellSummary, write_csv
 from ui.captions import status
 from ui.events import shown_if
+from ui.experiment.grid import AXIS_LABELS, STEPS_BY_SAMPLER, Arrangement, grid
 from ui.files import PageFiles
 from ui.server import sentence
 
@@ -75,10 +75,16 @@ class View:
     """
 
     def __init__(
-        self, experiment: StoredExperiment, image: ImageCapabilities, client: AsyncClient, files: PageFiles
+        self,
+        experiment: StoredExperiment,
+        image: ImageCapabilities,
+        client: AsyncClient,
+        files: PageFiles,
+        arrangement: Arrangement = STEPS_BY_SAMPLER,
     ) -> None:
         self.plan = msgspec.convert(experiment.plan, SweepPlan)
         self.folder = files.new_folder()
+        self._arrangement = arrangement
         self._client = client
         self._files = files
         self._names = names_of(self.plan, image)
@@ -153,7 +159,7 @@ class View:
         return Shown(status(sentence(error), is_error=True), self._grid())._replace(**_BUTTONS)
 
     def _grid(self) -> str:
-        return grid(self.plan, self._cells, self._looks, self._names)
+        return grid(self.plan, self._cells, self._looks, self._names, self._arrangement)
 
     def _curves(self, missing: str = NO_CURVE) -> tuple[str, str]:
         """Return both charts as HTML with notes; without data, ``missing``."""
@@ -244,8 +250,11 @@ def work_text(planned: PlannedExperiment) -> str:
     num_converged = planned.num_images - each * planned.num_cells
     pictures = "1 image" if each == 1 else f"{each} images each"
     if planned.num_cells > 1:
-        axes = "sampler, steps and guidance" if len(planned.plan.get("guidance", ())) > 1 else "sampler and steps"
-        pictures = f"{planned.num_cells} combinations of {axes}, {pictures.removesuffix(' each')} each"
+        several_guidance = ["guidance"] if len(planned.plan.get("guidance", ())) > 1 else []
+        others = [AXIS_LABELS.get(name, name).lower() for name in planned.plan.get("axes", {})]
+        *axes, last = ["sampler", "steps", *several_guidance, *others]
+        what = f"{', '.join(axes)} and {last}"
+        pictures = f"{planned.num_cells} combinations of {what}, {pictures.removesuffix(' each')} each"
     return f"{pictures}, and {num_converged} converged {'one' if num_converged == 1 else 'ones'}"
 
 
@@ -257,76 +266,3 @@ def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
         name, _, schedule = (text if text in plan.learned else canonical_sampler(text)).partition(" ")
         names[text] = f"{labels.get(name, name)} {schedule}".strip()
     return names
-
-
-def address(file: Path) -> str:
-    """Return the URL of a file, relative to the page."""
-    return f"gradio_api/file={quote(str(file))}"
-
-
-def grid(
-    plan: SweepPlan, cells: Mapping[Cell, CellSummary], looks: Mapping[Cell, Path], names: Mapping[str, str]
-) -> str:
-    """Return the table as HTML.
-
-    Args:
-        plan: The plan.
-        cells: The finished cells.
-        looks: Their images of the first prompt and seed.
-        names: The labels of the samplers.
-    """
-    num_hidden = len(plan.places) - 1
-    hidden_note = f"; {num_hidden} more for each, not shown" if num_hidden else ""
-    caption = f"“{escape(plan.prompts[0])}”, seed {plan.seed_of(plan.places[0])}{hidden_note}"
-    steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
-    heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
-    for reference in plan.references:
-        note = f"DDIM {reference.num_steps}{_guidance_of(reference, plan)}"
-        heads += f'<th scope="col" class="converged">converged<small>{escape(note)}</small></th>'
-    rows = []
-    by_line = {(line_of(cell), cell.num_steps): cell for cell in plan.cells}
-    for line, name in line_names(plan.cells, names).items():
-        compared = [by_line.get((line, n)) for n in steps]
-        targets = {plan.reference_of(cell) for cell in compared if cell is not None}
-        row = (*compared, *(reference if reference in targets else None for reference in plan.references))
-        squares = "".join(
-            "<td></td>"
-            if cell is None
-            else _square(cells.get(cell), looks.get(cell), names.get(cell.sampler, cell.sampler), plan)
-            for cell in row
-        )
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
-    return (
-        f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
-        f"<caption>{caption}</caption>"
-        f'<thead><tr><th scope="col" class="corner">steps</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
-        "</table></div>"
-    )
-
-
-def _guidance_of(cell: Cell, plan: SweepPlan) -> str:
-    """Return the guidance of a cell as the end of its name; empty if all cells have the same."""
-    several = len({each.guidance_scale for each in plan.cells}) > 1
-    return f", guidance {cell.guidance_scale:g}" if several else ""
-
-
-def _square(summary: CellSummary | None, look: Path | None, sampler: str, plan: SweepPlan) -> str:
-    if summary is None or look is None:
-        return '<td><div class="blank"></div><small>&nbsp;</small></td>'
-    name = escape(f"{sampler}, {steps_text(summary.cell.num_steps)}{_guidance_of(summary.cell, plan)}")
-    source = escape(address(look))
-    image = f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{name}"></a>'
-    box = f'<input type="checkbox" data-file="{escape(str(look))}" aria-label="Compare {name}">'
-    return f"<td>{image}{box}<small>{_worth(summary)}</small></td>"
-
-
-def _worth(summary: CellSummary) -> str:
-    """Return the measurements of a cell in a few characters."""
-    exact, near = summary.value(Measure.EXACT), summary.value(Measure.PSNR_DB)
-    parts = []
-    if exact is not None:
-        hits = round(exact.value * summary.num_images)
-        parts.append(("✓" if hits else "✗") if summary.num_images == 1 else f"{hits}/{summary.num_images} ✓")
-    if near is not None:
-        parts.append(Measure.PSNR_DB.write(near.value))
-    return " · ".join(parts) or "&nbsp;"

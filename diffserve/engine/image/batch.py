@@ -243,12 +243,15 @@ class LatentPool:
             history[:old_size] = self._history[shape]
         self._latents[shape], self._history[shape] = latents, history
 
-    def open(self, slot: int, start: torch.Tensor) -> None:
-        """Write the start latent (C, h, w) into ``slot`` and zero its history: nothing of the last holder is left."""
+    def open(self, slot: int, start: torch.Tensor, history: torch.Tensor | None = None) -> None:
+        """Write the start latent (C, h, w) into ``slot``: nothing of the last holder is left.
+
+        ``history`` (HISTORY, C, h, w) is that of an image that resumes; without it the history is zero.
+        """
         shape = (start.shape[0], start.shape[1], start.shape[2])
         self.reserve(shape, slot + 1)
         self._latents[shape][slot] = start
-        self._history[shape][slot] = 0.0
+        self._history[shape][slot] = 0.0 if history is None else history
 
     def gather(self, shape: LatentShape, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy latents (B, C, h, w) and histories (B, HISTORY, C, h, w) of ``slots`` (B,) int64."""
@@ -263,6 +266,10 @@ class LatentPool:
     def latent(self, shape: LatentShape, slot: int) -> torch.Tensor:
         """Return a view (C, h, w) of one slot's latent."""
         return self._latents[shape][slot]
+
+    def history(self, shape: LatentShape, slot: int) -> torch.Tensor:
+        """Return a view (HISTORY, C, h, w) of one slot's history."""
+        return self._history[shape][slot]
 
     @property
     def num_shapes(self) -> int:

@@ -23,6 +23,7 @@ from diffserve.engine.records import Stage
 
 IGNORED_FIELDS: Final[dict[str, Any]] = {
     "best_of": None,
+    "capture_every_s": 0.0,
     "client": "",
     "deadline_s": None,
     "refuses_late": True,
@@ -31,6 +32,7 @@ IGNORED_FIELDS: Final[dict[str, Any]] = {
     "preview_every": 0,
     "priority": "interactive",
     "request_id": "",
+    "resume_from": None,  # its images are those of the undisturbed request
     "encodings": None,  # derived from the prompts by this model
     "rewriting": None,  # the prompt is rewritten already
     "share": 1.0,
@@ -109,6 +111,16 @@ def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: Mode
     return hashlib.sha256(msgspec.msgpack.encode((model, normalized, adapters))).digest()
 
 
+def image_key(task: ImageTask, info: ModelInfo) -> bytes:
+    """Return ``key_of`` the image of ``task``, for its own prompt and seeds."""
+    request, settings = task.live.request, task.settings
+    if request.image_prompts:
+        request = replace(request, prompt=task.prompt, image_prompts=())
+    adapters = settings.lora_digest + settings.control_digest + settings.reference_digest
+    networks = settings.sampler_digest.encode() + settings.upscaler_digest
+    return key_of(request, (task.seed, task.variation_seed), info, adapters + networks)
+
+
 class BytesCache(LRUCache[K, Entry]):
     """A least-recently-used cache of entries of at most ``maxsize`` bytes in total, with counters for the metrics.
 
@@ -180,18 +192,7 @@ class SharedImages:
         draws_variation = request.diffusion.variation_strength > 0.0 and request.diffusion.variation_seed is None
         if self.results.maxsize == 0 or request.seed is None or draws_variation:
             return False
-        settings = task.settings
-        seeds = task.seed, task.variation_seed
-        key = key_of(
-            replace(request, prompt=task.prompt, image_prompts=()) if request.image_prompts else request,
-            seeds,
-            self._info,
-            settings.lora_digest
-            + settings.control_digest
-            + settings.reference_digest
-            + settings.sampler_digest.encode()
-            + settings.upscaler_digest,
-        )
+        key = image_key(task, self._info)
         image, leader = self.results.get(key), self._leaders.get(key)
         if image is not None:
             task.stage = Stage.DECODING

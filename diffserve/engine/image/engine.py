@@ -30,6 +30,7 @@ from diffserve.api.types import (
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
 from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.captures import admit_resumed
 from diffserve.engine.image.outputs import AdapterDigests, CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
@@ -299,7 +300,8 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
 
     def admit(self, request: GenerationRequest) -> LiveRequest:
         """Validate and resolve ``request``; raise InvalidRequest if it is not acceptable."""
-        return self._admission.admit(request, self.clock())
+        admit = partial(self._admission.admit, now_s=self.clock())
+        return admit(request) if request.resume_from is None else admit_resumed(request, self.info, admit)
 
     def _enter(self, order: GenerationRequest, *, is_followed: bool) -> str:
         request_id = super()._enter(order, is_followed=is_followed)
@@ -368,7 +370,9 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
         self._num_postponed = len(outcome.postponed)
         charged_s = self._charge(plan, outcome, started_s)
+        self.runners.captures.keep_finished(plan, outcome)
         events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.position_events(self.clock())
+        events += self.runners.captures.capture_due(self.scheduler.live, self.clock())
         self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s, charged_s)
         self._pace.did(plan.cost)

@@ -159,7 +159,8 @@ class Preparer:
         task.state.loras, task.state.refined, task.state.references = loras, refined, references
         task.state.time_ids = self._time_ids(task, self.model)
         group = self._group(task, self.conditioner, conditionings[0])
-        if task.settings.switch_row == 0:
+        switch_row = task.settings.switch_row
+        if switch_row is not None and task.row_index >= switch_row:
             return task.switch()
         return group._replace(lora_rank=loras.rank if loras else 0)
 
@@ -280,6 +281,9 @@ class Preparer:
         if threshold is None:
             return None
         embedding = self.model.text.embedding(task.prompt).cpu().numpy()
+        if task.resume_from is not None:  # its settings are those that it began with
+            state.embedding = embedding if task.similarity is None else None
+            return None
         similar = self.latent_cache.nearest(latent_key_of(task), embedding, threshold)
         settings = task.live.settings
         if similar is not None:

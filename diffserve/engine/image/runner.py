@@ -15,6 +15,8 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LatentPool, UNetRows
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.caches import LatentCache
+from diffserve.engine.image.capture_format import CaptureError
+from diffserve.engine.image.captures import Captures, log_refusal
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.decoder import ImageDecoder, LatentReader
 from diffserve.engine.image.preparer import Preparer
@@ -99,6 +101,7 @@ class ImageRunner:
         self.model = model
         self.clock = clock
         self.pool = LatentPool(model.device)
+        self.captures = Captures(self.pool, model.info)
         self._num_slots = config.max_lanes
         self.controlnets = ControlNetStore(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
@@ -330,11 +333,7 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self.caller.with_room(lambda: self._preparer.prepare(task))
-            # rows that neither a refiner nor ControlNets compute and that read no references
-            is_own = not (group.is_refined or task.settings.controlnets or task.settings.references)
-            if is_own and task.settings.full.all():
-                group = self.groups.best(group)
+            group = self._open(task)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
             for row_group in filter(None, (group, task.refined_group, *control_groups(task, group))):
                 expert, expert_group = self._expert(row_group)
@@ -344,6 +343,25 @@ class ImageRunner:
             outcome.postponed.append(task)
         except Exception as error:
             outcome.failures[task] = failure_of(error, "generating this image")
+
+    def _open(self, task: ImageTask) -> GroupKey:
+        """Prepare an image and return its group; from its first step if it cannot continue from its capture."""
+        group = self.caller.with_room(lambda: self._preparer.prepare(task))
+        capture = task.resume_from
+        # rows that neither a refiner nor ControlNets compute and that read no references
+        is_own = not (group.is_refined or task.settings.controlnets or task.settings.references)
+        stays_plain = capture is not None and capture.latents is not None and not capture.is_compiled
+        if is_own and task.settings.full.all() and not stays_plain:
+            group = self.groups.best(group)
+        if capture is None:
+            return group
+        try:
+            self.captures.restore(task, group)
+        except CaptureError as reason:
+            log_refusal(task.live.request_id, reason)
+            task.restart()
+            return self._open(task)
+        return group
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
         """Advance the rows of ``plan`` group by group, and in halves where memory runs out."""

@@ -111,7 +111,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             and not (have_waited or self._was_postponed)
             and any(task.stage is Stage.DENOISING for task in self.in_flight)
         )
-        enlarged = [task for task in self.in_flight if task.stage is Stage.ENLARGING]
+        for task in newcomers:
+            if task.awaits_upscaler:  # it continues in the second pass of hires fix
+                task.stage = Stage.ENLARGING
+        enlarged = [task for task in self.in_flight if task.stage is Stage.ENLARGING and task not in newcomers]
         prepare = (*enlarged[: self.config.max_prepares_per_tick], *newcomers)
         rows = () if self._rows_waited else self._choose_rows()
         decodable = [task for task in self.in_flight if task.stage is Stage.DECODING]
@@ -146,6 +149,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             if task.stage in (Stage.WAITING, Stage.ENLARGING):
                 task.group, task.stage = group, Stage.DENOISING
                 task.clock.prepare_s += outcome.prepare_s[task]
+                if task.row_index == task.settings.num_rows:  # it resumes with its final latents
+                    task.stage = Stage.DECODING
+                    task.clock.denoise_started_s = task.clock.denoise_ended_s = now_s
         for task in plan.rows:
             if task.stage is Stage.DENOISING:
                 events += self._advance(task, outcome)

@@ -20,6 +20,7 @@ from diffserve.engine.records import FailureReason, Live, Stage
 from schedulers import StepTable
 
 if TYPE_CHECKING:
+    from diffserve.engine.image.capture_format import ImageCapture, PendingImage
     from diffserve.engine.image.state import ImageState
     from diffserve.runtime.upscaling.store import Enlargement
 
@@ -196,6 +197,7 @@ class LiveRequest(Live):
         line: Its queue: client and priority.
         candidates: Scored images of a best-of request.
         image_settings: Settings of each image, if their prompts differ; ``settings`` are those of the first.
+        captured_s: When its images were last captured; at first when they began.
     """
 
     request: GenerationRequest
@@ -219,6 +221,7 @@ class LiveRequest(Live):
     first_failure: FailureReason | None = None
     candidates: list[ImageResult] = field(default_factory=list)
     image_settings: tuple[GenerationSettings, ...] = ()
+    captured_s: float | None = None
 
     def __post_init__(self) -> None:
         self.line = self.request.client, self.request.priority
@@ -271,6 +274,9 @@ class ImageTask:
         is_interrupted: Whether it ends with its next step, whose denoised estimate is decoded.
         first_pass: Image of the finished first pass of hires fix; ``None`` before.
         first_settings: Settings of that pass.
+        resume_from: State that it continues from once it is prepared.
+        capture_key: Digest that names the image in its captures, once it is computed.
+        final_capture: Its final latents, if other images of its request are captured.
         enlargement: Tiles of that image, while an upscaler network enlarges it.
         enlarged: That image as an upscaler network has enlarged it.
     """
@@ -293,12 +299,40 @@ class ImageTask:
     is_interrupted: bool = False
     first_pass: Picture | None = None
     first_settings: GenerationSettings | None = None
+    resume_from: ImageCapture | None = None
+    capture_key: bytes | None = None
+    final_capture: PendingImage | None = None
     enlargement: Enlargement | None = None
     enlarged: Picture | None = None
 
     def __post_init__(self) -> None:
         settings = self.live.image_settings
         self.settings = settings[self.image_index] if settings else self.live.settings
+
+    def resume(self, capture: ImageCapture) -> None:
+        """Let an image that has not begun continue from ``capture``."""
+        if capture.skipped_steps:
+            shorter = self.settings.shorter
+            self.settings = next(each for each in shorter if each.skipped_steps == capture.skipped_steps)
+        if capture.first_pass is not None:
+            assert self.settings.second is not None
+            self.first_pass, self.first_settings, self.settings = (
+                capture.first_pass,
+                self.settings,
+                self.settings.second,
+            )
+        self.similarity, self.resume_from = capture.similarity, capture
+        self.row_index, self.num_evaluations = capture.row_index, capture.num_evaluations
+
+    def restart(self) -> None:
+        """Go back to the first step, from which the image starts when it is prepared again."""
+        if self.state is not None:
+            self.loaded_state.close()
+        self.state = self.group = self.refined_group = None
+        self.first_pass = self.first_settings = self.similarity = self.resume_from = None
+        self.enlargement = self.enlarged = None
+        self.row_index = self.num_evaluations = 0
+        self.__post_init__()
 
     @property
     def prompt(self) -> str:

@@ -23,7 +23,7 @@ from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import Asks, ModelInfo, ServedModel
 from diffserve.disk_cache import DiskCache
 from diffserve.service.engine.connection import EngineConnection, Loss
-from diffserve.service.engine.engines import Job, Watch, refuse_unready
+from diffserve.service.engine.engines import Job, OnCapture, Watch, capturing, refuse_unready
 from diffserve.service.metrics import Metrics
 from diffserve.service.threads import LISTINGS
 from diffserve.settings.config import Settings
@@ -157,13 +157,22 @@ class EngineClient:
             await self._connection.stop(**({} if self._is_up else {"grace_s": 0.0}))
         self._is_up = False
 
-    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+    def submit(
+        self,
+        request: Asks[E],
+        watch: Watch | None = None,
+        *,
+        is_whole: bool = False,
+        on_capture: OnCapture | None = None,
+    ) -> Job[E]:
         """Hand ``request`` to the engine; see ``Engines``. There is no other engine that could restart it.
 
         Raises:
             EngineUnavailable: The engine is not ready.
         """
-        job = Job(request, self.cancel, watch, is_whole=is_whole)
+        if on_capture is not None:
+            request = capturing(request, self.settings)
+        job = Job(request, self.cancel, watch, is_whole=is_whole, on_capture=on_capture)
         self.take(job)
         return job
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, cast
+
+from msgspec.structs import replace
 
 from diffserve.api import ipc
 from diffserve.api.embedding_types import EMBEDDING_TERMINAL
@@ -21,7 +23,9 @@ from diffserve.api.types import (
     TERMINAL,
     Asks,
     Cancelled,
+    Captured,
     Failed,
+    GenerationRequest,
     ImageFailed,
     ImageFinished,
     ModelInfo,
@@ -46,6 +50,7 @@ PROGRESS_EVENTS = (Progress, Queued)
 
 E = TypeVar("E")
 Watch = Callable[[object], None]
+OnCapture = Callable[[bytes], None]
 
 
 class Job(Generic[E]):
@@ -56,7 +61,13 @@ class Job(Generic[E]):
     """
 
     def __init__(
-        self, request: Asks[E], cancel: Callable[[str], None], watch: Watch | None = None, *, is_whole: bool = False
+        self,
+        request: Asks[E],
+        cancel: Callable[[str], None],
+        watch: Watch | None = None,
+        *,
+        is_whole: bool = False,
+        on_capture: OnCapture | None = None,
     ) -> None:
         """Create a job that is fed by its engine.
 
@@ -65,6 +76,7 @@ class Job(Generic[E]):
             cancel: Called with the request id at the end of the ``async with`` block, also after the last event.
             watch: Called with every event when it arrives, independently of the reader.
             is_whole: The reader waits for the complete result: ``PROGRESS_EVENTS`` are not queued for it.
+            on_capture: Called with every captured state of the images; neither the reader nor ``watch`` gets these.
         """
         self.request = request
         self.request_id = request.request_id
@@ -72,6 +84,7 @@ class Job(Generic[E]):
         self._cancel = cancel
         self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
         self._watch = watch
+        self._on_capture = on_capture
         self.was_interrupted = False
         self._is_whole = is_whole
         self._submitted_s = time.monotonic()
@@ -130,6 +143,10 @@ class Job(Generic[E]):
 
     def feed(self, event: E | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
+        if isinstance(event, Captured):
+            if self._on_capture is not None:
+                self._on_capture(event.data)
+            return
         if self._watch is not None:
             self._watch(event)
         if not (self._is_whole and isinstance(event, PROGRESS_EVENTS)):
@@ -229,7 +246,14 @@ class Engines(EngineHost, Protocol):
     def require_ready(self) -> None:
         """Raise EngineUnavailable, with the time for a retry, if no engine is ready."""
 
-    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+    def submit(
+        self,
+        request: Asks[E],
+        watch: Watch | None = None,
+        *,
+        is_whole: bool = False,
+        on_capture: OnCapture | None = None,
+    ) -> Job[E]:
         """Hand a request to an engine.
 
         Args:
@@ -237,6 +261,8 @@ class Engines(EngineHost, Protocol):
             watch: Called with every event when it arrives.
             is_whole: The caller waits for the complete result. If the engine is lost before the first output, another
                 engine may then restart the request: ``watch`` gets the first events again.
+            on_capture: Called every ``[serve] checkpoint_every_s`` with the state of the unfinished images, from which
+                another request continues them (``GenerationRequest.resume_from``).
 
         Returns:
             The job. It raises InvalidRequest if no loaded model can do the request.
@@ -244,6 +270,13 @@ class Engines(EngineHost, Protocol):
         Raises:
             EngineUnavailable: No engine is ready.
         """
+
+
+def capturing(request: Asks[E], settings: Settings) -> Asks[E]:
+    """Return ``request``, if it is for images, with the capture interval of ``settings``."""
+    if not isinstance(request, GenerationRequest):
+        return request
+    return cast(Asks[E], replace(request, capture_every_s=settings.serve.checkpoint_every_s))
 
 
 def refuse_unready(engines: Engines) -> None:

@@ -25,10 +25,20 @@ from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.api.stage_types import EncodeRequest
 from diffserve.api.text_types import LanguageModelInfo, TextAccepted, TextRequest
-from diffserve.api.types import Accepted, Asks, GenerationRequest, ModelInfo, Preview, Progress, Queued, ServedModel
+from diffserve.api.types import (
+    Accepted,
+    Asks,
+    Captured,
+    GenerationRequest,
+    ModelInfo,
+    Preview,
+    Progress,
+    Queued,
+    ServedModel,
+)
 from diffserve.api.upscale_types import UpscaleRequest, upscale_work
 from diffserve.service.admission import Ticket, work_of
-from diffserve.service.engine.engines import END_OF_JOB, EngineHost, Job, Watch, refuse_unready
+from diffserve.service.engine.engines import END_OF_JOB, EngineHost, Job, OnCapture, Watch, capturing, refuse_unready
 from diffserve.service.engine.router import ReplicaQueue, RoutedRequest, Router, route_needs
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
@@ -40,7 +50,7 @@ ROWS_PER_TOKEN: Final = 1 / 16
 """Approximate cost of a text token in UNet rows; only the comparison of queues depends on it."""
 
 CHARS_PER_TOKEN: Final = 4
-REPEATABLE_EVENTS: Final = (Accepted, Queued, Progress, Preview, TextAccepted)
+REPEATABLE_EVENTS: Final = (Accepted, Queued, Progress, Preview, Captured, TextAccepted)
 """Events after which a request may still be restarted on another replica."""
 
 E = TypeVar("E")
@@ -103,10 +113,12 @@ class Attempt(Job[Any]):
             self._ticket.watch(event)
         if isinstance(event, Accepted) and isinstance(self._routed, GenerationRequest):
             self._routed = replace(self._routed, seed=event.seed)
+        if isinstance(event, Captured) and isinstance(self._routed, GenerationRequest):
+            self._routed = replace(self._routed, resume_from=event.data)
         self._on_event(self, event)
 
     def remaining_request(self) -> RoutedRequest | None:
-        """Return the request with its seed and the rest of its deadline; ``None`` after the deadline."""
+        """Return the request with its seed, its last capture and the rest of its deadline; ``None`` after that."""
         deadline_s = self._routed.deadline_s
         if deadline_s is None:
             return self._routed
@@ -122,8 +134,8 @@ class ReplicaPool(Generic[R]):
     """Replicas that work in parallel, as one: see ``Engines``.
 
     A request that is read as a whole (``is_whole``) and has only progress so far is restarted on another replica if its
-    own is lost, with the seed that it had, so that the bytes are equal in deterministic mode on equal devices. Other
-    requests end in EngineUnavailable.
+    own is lost, with the seed that it had, so that the bytes are equal in deterministic mode on equal devices. Images
+    continue from their last capture (``[serve] checkpoint_every_s``). Other requests end in EngineUnavailable.
     """
 
     def __init__(self, settings: Settings, replicas: Sequence[R], metrics: Metrics, *, max_attempts: int = 2) -> None:
@@ -221,10 +233,19 @@ class ReplicaPool(Generic[R]):
         self._is_stopping = True
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
-    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+    def submit(
+        self,
+        request: Asks[E],
+        watch: Watch | None = None,
+        *,
+        is_whole: bool = False,
+        on_capture: OnCapture | None = None,
+    ) -> Job[E]:
         """Hand a request to a replica; see ``Engines``."""
         self.require_ready()
-        job = Job(request, self.cancel, watch, is_whole=is_whole)
+        if on_capture is not None or (is_whole and len(self.replicas) > 1):
+            request = capturing(request, self.settings)
+        job = Job(request, self.cancel, watch, is_whole=is_whole, on_capture=on_capture)
         self._send(job, cast(RoutedRequest, request), self._ready).is_movable = is_whole
         return job
 

@@ -10,7 +10,6 @@ import errno
 import logging
 import math
 import os
-import sqlite3
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,9 +29,11 @@ from diffserve.api.errors import (
 )
 from diffserve.api.types import Failed, ImageFailed
 from diffserve.service.http.bodies import show
+from diffserve.store.errors import StoreError
 
 MAX_RETRY_AFTER_S = 60
 ENGINE_RETRY_AFTER_S = 2.0
+DATABASE_RETRY_S = 5.0
 
 A1111: Final = "/sdapi/v1"
 CONTROLNET: Final = "/controlnet"
@@ -56,12 +57,21 @@ class HttpError(DiffserveError):
         status: HTTP status.
         allow: Value of the Allow header.
         is_last: Whether the connection is closed because nothing after this request can be trusted.
+        retry_after_s: When to try again, in seconds; None for errors that do not pass.
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str, allow: str | None = None, is_last: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        allow: str | None = None,
+        is_last: bool = False,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
         self.status = status
         self.allow = allow
         self.is_last = is_last
@@ -92,7 +102,7 @@ def reply_to(error: Exception) -> ErrorReply:
     error = expected_error(error) or DiffserveError(OUR_MISTAKE)
     status = error.status
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
+    if isinstance(error, QueueFull | DeadlineUnreachable | HttpError) and error.retry_after_s is not None:
         headers |= _retry_after_headers(error.retry_after_s)
     elif isinstance(error, EngineUnavailable):
         headers |= _retry_after_headers(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
@@ -125,13 +135,17 @@ def expected_error(error: Exception) -> DiffserveError | None:
         return HttpError(507, message, code="disk_error")
     if _is_disk_full(error):
         return HttpError(507, "the server's disk is full.", code="no_room")
+    if isinstance(error, StoreError) and error.reason == "unreachable":
+        message = "the server's database cannot be reached; try again later."
+        return HttpError(503, message, code="database_unreachable", retry_after_s=DATABASE_RETRY_S)
     return None
 
 
 def log_failure(log: logging.Logger, event: str, error: Exception, **facts: object) -> None:
     """Log ``error`` in one line: with its traceback if it is a defect, else with its code and reason.
 
-    The reason is the system's or SQLite's own text; it never contains a path or anything that a client sent.
+    The reason is the system's own text or the database's name of the error; it never contains a path or anything that
+    a client sent.
     """
     expected = expected_error(error)
     if expected is None:
@@ -140,8 +154,8 @@ def log_failure(log: logging.Logger, event: str, error: Exception, **facts: obje
     reason = type(error).__name__
     if isinstance(error, OSError) and error.errno is not None:
         reason = os.strerror(error.errno)
-    elif isinstance(error, sqlite3.Error):
-        reason = getattr(error, "sqlite_errorname", reason)
+    elif isinstance(error, StoreError):
+        reason = error.name
     log.error(event, extra={**facts, "code": expected.code, "reason": reason})
 
 
@@ -162,14 +176,14 @@ def routing_error(status: int, method: str, path: str, *, allow: str | None = No
 
 def _is_sick_disk(error: Exception) -> bool:
     """Return whether a read or write failed for another reason than a full disk."""
-    if isinstance(error, sqlite3.Error):
-        return (getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+    if isinstance(error, StoreError):
+        return error.reason == "unwritable"
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS)
 
 
 def _is_disk_full(error: Exception) -> bool:
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    if isinstance(error, StoreError):
+        return error.reason == "full"
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

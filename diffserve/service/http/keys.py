@@ -1,8 +1,9 @@
 """API keys: authentication and authorization of requests, sessions, and rate limits.
 
-A key is sent as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as
-``X-Api-Key``, or as a session: a signed cookie from ``/login``. A server that never had a key accepts requests
-without one. This is middleware rather than a dependency because it also guards the mounted page.
+A user whom a trusted proxy has authenticated counts as a key (``proxied_users``). Otherwise a key is sent as
+``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as ``X-Api-Key``, or as a
+session: a signed cookie from ``/login``. A server that never had a key accepts requests without one. This is
+middleware rather than a dependency because it also guards the mounted page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import hmac
 import logging
 import math
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -29,8 +29,10 @@ from diffserve.api.errors import QueueFull
 from diffserve.client.on_behalf import HEADER, asker_in, own_key
 from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.errors import HttpError, reply_for
+from diffserve.service.http.proxied_users import USER_PREFIX, proxied_user, user_id
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
 from diffserve.store.database import Database
+from diffserve.store.errors import StoreError
 from diffserve.store.keys import Key, Keys, digest_of
 from diffserve.store.keys import Scope as KeyScope
 
@@ -57,11 +59,19 @@ class KeyRing:
 
     Args:
         database: Contains the keys.
-        own: A key from the environment, with all permissions.
+        env_key: A key from the environment, with all permissions.
+        has_users: Whether a proxy authenticates users; requests without a user then need a key.
         clock: Returns the time in seconds since 1970.
     """
 
-    def __init__(self, database: Database, env_key: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        env_key: str = "",
+        clock: Callable[[], float] = time.time,
+        *,
+        has_users: bool = False,
+    ) -> None:
         self._database = database
         self._keys = Keys(database)
         self._env_digest = digest_of(env_key) if env_key else b""
@@ -72,7 +82,9 @@ class KeyRing:
         self._looked_s = -math.inf
         self._good: dict[bytes, Key] = {}
         self._ended: frozenset[str] = frozenset()
-        self.is_closed = False
+        self._revoked: frozenset[str] = frozenset()
+        self._has_users = has_users
+        self.is_closed = has_users
         self.look()
 
     def look(self) -> None:
@@ -90,11 +102,12 @@ class KeyRing:
                 return
             keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("the API keys cannot be read; the keys read before stay valid", extra={"reason": str(error)})
             return
         self._stamp, self._mark = stamp, mark
         self._good = {key.digest: key for key in keys if key.revoked_s is None}
+        self._revoked = frozenset(key.id for key in keys if key.revoked_s is not None)
         if self._env_digest:
             env_key = Key(id=OF_ENV, name=ENV_KEY, digest=self._env_digest, scopes=("admin",), created_s=0.0)
             self._good[self._env_digest] = env_key
@@ -141,8 +154,11 @@ class KeyRing:
         return self.by_id(key_id) is not None if not session else self.key_of_session(session) is not None
 
     def by_id(self, name: str) -> Key | None:
-        """Return the valid key with this ID, or None."""
-        return next((key for key in self._good.values() if key.id == name), None)
+        """Return the valid key with this ID, or None. A user without limits of its own has the defaults."""
+        stored = next((key for key in self._good.values() if key.id == name), None)
+        if stored is None and self._has_users and name.startswith(USER_PREFIX) and name not in self._revoked:
+            return Key(id=name, name=name, digest=b"", scopes=("generate",), created_s=0.0)
+        return stored
 
     def _signed(self, claims: str, key: Key) -> str:
         return hmac.new(self._secret, claims.encode() + key.digest, hashlib.sha256).hexdigest()
@@ -231,7 +247,7 @@ class KeyGuard:
         if key_id in ("", OF_PAGE.id):
             await self.app(scope, receive, send)
             return
-        session = "" if key_in(headers) else session_in(headers)
+        session = "" if key_in(headers) or proxied_user(scope) else session_in(headers)
         with self.active.watched(WatchedRequest((key_id, session), scope, receive, send)) as request:
             await self.app(scope, request.receive, request.send)
             await request.finish()
@@ -244,7 +260,7 @@ class KeyGuard:
             key = self.ring.by_id(visitor.key_id)
             scope["state"]["key_share"] = 1.0 if key is None else key.share
             return {} if key is None or scope["method"] != "POST" else self.limits.take(key)
-        key = self._key(headers)
+        key = self._key(scope, headers)
         needed = scope_of(scope["path"])
         if not key.allows(needed):
             raise HttpError(403, f"the API key lacks the scope {needed}.", code="insufficient_permissions")
@@ -254,10 +270,15 @@ class KeyGuard:
         )  # the page sends its own requests for work
         return self.limits.take(key) if is_work else {}
 
-    def _key(self, headers: Headers) -> Key:
+    def _key(self, scope: Scope, headers: Headers) -> Key:
         text = key_in(headers)
         if hmac.compare_digest(text.encode("utf-8", "replace"), own_key().encode()):
             return OF_PAGE
+        if user := proxied_user(scope):
+            key = self.ring.by_id(user_id(user))
+            if key is None:
+                raise HttpError(403, "this user is blocked.", code="user_blocked")
+            return key
         if text:
             key = self.ring.find(text)
         else:

@@ -4,6 +4,7 @@ Plain ASGI, outermost first::
 
     Outermost     assigns the request ID, adds common headers, logs one line, answers unexpected errors with 500
     PublicPath    removes the path prefix of a proxy (``addresses.py``)
+    ProxiedUsers  stores the user whom a trusted proxy names (``proxied_users.py``), if configured
     HeadAsGet     answers HEAD as GET without the body
     OriginGuard   refuses foreign hosts and origins
     FramingGuard  refuses requests that a proxy could read differently
@@ -39,6 +40,7 @@ from diffserve.service.http.addresses import (
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for
 from diffserve.service.http.keys import LOGIN, key_in, session_in
+from diffserve.service.http.proxied_users import proxied_user
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 
@@ -200,8 +202,9 @@ class OriginGuard:
 
     A missing Origin is accepted: programs send none, and browsers send one whenever it matters. An Origin is accepted
     if it is a loopback address, the server's own (the host that the request names, or ``public_url``), or one of
-    ``cors_origins``; accepted origins get CORS headers. Requests that a browser authenticates by itself, by the session
-    cookie, and the login form are accepted from the server's own origin only: cookies do not distinguish ports.
+    ``cors_origins``; accepted origins get CORS headers. The login form and requests that a browser authenticates by
+    itself, by the session cookie or the cookie of a proxy that names the user, are accepted from the server's own
+    origin only: cookies do not distinguish ports.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class OriginGuard:
             return None
         if origin is None:
             is_foreign = headers.get("sec-fetch-site") == "cross-site"
-        elif method != "OPTIONS" and (scope["path"] == LOGIN or (session_in(headers) and not key_in(headers))):
+        elif method != "OPTIONS" and (scope["path"] == LOGIN or _is_authenticated_by_browser(scope, headers)):
             is_foreign = not self._is_own(origin, scope)
         else:
             is_foreign = not self._is_accepted(origin, scope)
@@ -262,6 +265,10 @@ class OriginGuard:
         origins = {self.own, address.origin} if address is not None and address.is_stated else {self.own}
         authority = origin.partition("://")[2].lower()
         return origin.lower() in origins or authority == Headers(scope=scope).get("host", "").lower()
+
+
+def _is_authenticated_by_browser(scope: Scope, headers: Headers) -> bool:
+    return bool(proxied_user(scope)) or (bool(session_in(headers)) and not key_in(headers))
 
 
 class FramingGuard:

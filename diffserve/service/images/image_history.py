@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,15 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from diffserve.api.fields import FULL_INTERVAL
+from diffserve.api.fields import FULL_INTERVAL, MAX_SEED
 from diffserve.api.sizes import SizePlan
 from diffserve.api.types import GenerationRequest, ImageResult
+from diffserve.media.infotext import UPSCALE, parse_infotext
+from diffserve.media.infotext_recipe import KEYS
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.image_store import ImageStore, StoredImage
 from diffserve.service.stored.owners import Owners
+from diffserve.store.errors import StoreError
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
 
@@ -106,7 +108,7 @@ class ImageHistory:
 
         Raises:
             OSError: The file cannot be written; nothing is stored.
-            sqlite3.Error: The entry cannot be written; nothing is stored.
+            StoreError: The entry cannot be written; nothing is stored.
         """
         folder = self._pictures.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,13 +156,27 @@ class HistoryWriter:
             name: The file name.
         """
         words = " ".join(filter(None, (result.original_prompt, result.prompt)))
-        recipe = recipe_of(request, size, result, name.rpartition(".")[2])
+        return self._begin(file, name, words, result.model, recipe_of(request, size, result, name.rpartition(".")[2]))
+
+    def add_upscaled(self, recipe: dict[str, Any], upscaler: str, file: bytes, name: str) -> str:
+        """Record an upscaled image and return its id; a failure is logged. Call it in a thread.
+
+        Args:
+            recipe: Its parameters, from ``upscaled_recipe``.
+            upscaler: Name of the upscaler, which takes the place of the model.
+            file: The encoded image.
+            name: The file name.
+        """
+        return self._begin(file, name, recipe["prompt"], upscaler, recipe)
+
+    def _begin(self, file: bytes, name: str, words: str, model: str, recipe: dict[str, Any]) -> str:
+        """Begin to store an image and return the id of its entry."""
         entry_id = new_entry_id()
 
         def add() -> None:
             try:
-                self._history.add(entry_id, self._owner, file, name, words, result.model, recipe)
-            except (OSError, sqlite3.Error) as error:
+                self._history.add(entry_id, self._owner, file, name, words, model, recipe)
+            except (OSError, StoreError) as error:
                 log.error("an image could not be recorded in the history", extra={"reason": str(error)})
 
         self._history.begin(add, len(file))
@@ -212,3 +228,34 @@ def recipe_of(request: GenerationRequest, size: SizePlan, result: ImageResult, i
             "needs": needs,
         },
     }
+
+
+def upscaled_recipe(infotext: str, request_id: str, body: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+    """Return the parameters of an upscaled image and how to repeat the upscaling.
+
+    Args:
+        infotext: The parameters of the image; without a prompt and a seed if it has none.
+        request_id: Id of the request.
+        body: Upscaler, size and format of the request that repeats it.
+        size: Width and height in pixels.
+    """
+    read = parse_infotext(infotext)
+    prompt = read.prompt if read.fields else infotext.rpartition(f"{UPSCALE}: ")[0].strip()
+    numbers = {name: _seed_in(read.fields.get(KEYS[name], "")) for name in ("seed", "variation_seed")}
+    return {
+        "prompt": prompt,
+        "original_prompt": None,
+        "width": size[0],
+        "height": size[1],
+        **numbers,
+        "model_digest": read.fields.get("Model hash", ""),
+        "num_evaluations": 0,
+        "request_id": request_id,
+        "restore": {"url": "/v1/images/upscale", "body": body, "needs": ["image"]},
+    }
+
+
+def _seed_in(text: str) -> int | None:
+    """Return the seed in a value of infotext; None if it is none."""
+    is_seed = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEED))
+    return int(text) if is_seed and int(text) <= MAX_SEED else None

@@ -25,9 +25,10 @@ from diffserve.models.upscalers import UpscalerFolders
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.http.addresses import share_of
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.streams import Events
 from diffserve.service.images.fetching import Fetcher
-from diffserve.service.images.image_history import ImageHistory
+from diffserve.service.images.image_history import HistoryWriter, ImageHistory
 from diffserve.service.images.image_store import ImageStore, ImageUrls, base_url_of
 from diffserve.service.images.inputs import Start, read_start
 from diffserve.service.images.openai_encoder import Collector, EventEncoder, image_entry
@@ -77,7 +78,7 @@ class ImageChecks(NamedTuple):
         Raises:
             ConfigError: A setting cannot be used.
         """
-        return cls(Fetcher(settings.serve.fetch_hosts), Marks.of(settings.serve), Safety.of(settings))
+        return cls(Fetcher(OutgoingClient(settings.serve.fetch_hosts)), Marks.of(settings.serve), Safety.of(settings))
 
     def stop(self) -> None:
         """Stop the safety filter."""
@@ -163,6 +164,10 @@ class ImageService:
         """Return what creates the URLs of the images of a request; None: images have no URLs."""
         return None if self._store is None else ImageUrls(self._store, base_url_of(request, self.config.public_url))
 
+    def history_writer(self, request: Request) -> HistoryWriter | None:
+        """Return the writer for the images of a request; None if they are not recorded."""
+        return None if self._history is None else self._history.writer(request)
+
     async def fill(self, request: Request, *bodies: BaseModel) -> None:
         """Replace ids of uploaded files and URLs in ``bodies`` by images. Raises InvalidRequest."""
         await self._checks.files.fill(request, *bodies)
@@ -214,7 +219,7 @@ class ImageService:
             else:  # the Gradio page in this process, for measurements
                 marks = marks.without_watermark()
         urls = self.urls(request)
-        history = None if self._history is None else self._history.writer(request)
+        history = self.history_writer(request)
 
         def resolve(reader: ImageReader) -> ImagePlan:
             resolved, start = body, None

@@ -53,6 +53,7 @@ from diffserve.service.http.bodies import BodyT, WorkBody, show
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.http.streams import Events
 from diffserve.service.images.image_endpoint import ImageServiceEndpoint
+from diffserve.service.images.image_history import HistoryWriter, upscaled_recipe
 from diffserve.service.images.image_store import ImageUrls, new_name
 from diffserve.service.images.inputs import image_bytes
 from diffserve.service.images.schemas import AnyImage, Label
@@ -148,6 +149,7 @@ class UpscalePlan(RequestPlan, frozen=True, kw_only=True):
         compression: Quality of JPEG and WebP.
         marks: Provenance marks.
         urls: Creates URLs of images; None: images have none.
+        history: Records images; None: they are not recorded.
     """
 
     request_id: str
@@ -158,6 +160,7 @@ class UpscalePlan(RequestPlan, frozen=True, kw_only=True):
     image_format: ImageFormat = "png"
     compression: int = 100
     urls: ImageUrls | None = None
+    history: HistoryWriter | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -360,6 +363,7 @@ class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
             image_format=body.output_format or "png",
             compression=100 if body.output_compression is None else body.output_compression,
             urls=urls if body.response_format == "url" else None,
+            history=self._service.history_writer(request),
             warnings=tuple(body.warnings),
             price=self._config.price,
         )
@@ -371,16 +375,22 @@ class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
 
 
 def answer_of(plan: UpscalePlan, files: Sequence[UpscaledFile]) -> bytes:
-    """Format the answer, in the form of OpenAI's image answers; slow, so call it in a thread."""
+    """Record the image, and format the answer in the form of OpenAI's image answers; slow, so call it in a thread."""
     result, job = files[0], plan.jobs[0]
-    url = {} if plan.urls is None else {"url": plan.urls.store(result.file, new_name(plan.image_format))}
+    name, size = new_name(plan.image_format), f"{result.width_px}x{result.height_px}"
+    url = {} if plan.urls is None else {"url": plan.urls.store(result.file, name)}
+    history_id = {}
+    if plan.history is not None:
+        body = {"upscaler": job.upscaler, "size": size, "output_format": plan.image_format}
+        recipe = upscaled_recipe(job.infotext or "", plan.request_id, body, (result.width_px, result.height_px))
+        history_id = {"history_id": plan.history.add_upscaled(recipe, job.upscaler, result.file, name)}
     document = {
         "id": plan.request_id,
         "created": int(time.time()),
-        "data": [url | {"b64_json": base64.b64encode(result.file).decode("ascii")}],
+        "data": [url | {"b64_json": base64.b64encode(result.file).decode("ascii")} | history_id],
         "background": "opaque",
         "output_format": plan.image_format,
-        "size": f"{result.width_px}x{result.height_px}",
+        "size": size,
         "upscaler": job.upscaler,
         "scale": round(result.width_px / job.picture.width_px, 4),
         "usage": plan.spent(sum(file.device_s for file in files)),

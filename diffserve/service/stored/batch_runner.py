@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -39,6 +38,7 @@ from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
 from diffserve.store.batches import Batch, Batches, LineDone
+from diffserve.store.errors import StoreError
 from diffserve.store.files import Files
 
 LINES_AT_ONCE: Final = 8
@@ -105,7 +105,7 @@ class BatchRunner:
                         if batch.id not in self._tasks:
                             task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
                             task.add_done_callback(partial(self._forget, batch.id))
-                except (OSError, sqlite3.Error) as error:
+                except (OSError, StoreError) as error:
                     log.error("batches cannot be read", extra={"reason": type(error).__name__})
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
@@ -132,7 +132,7 @@ class BatchRunner:
             if result is not None:
                 await run_to_end(self._batches.finish, batch.id, *result)
             log.info("batch finished", extra=facts)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, StoreError) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:

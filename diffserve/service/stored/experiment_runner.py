@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sqlite3
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -55,6 +54,7 @@ from diffserve.service.stored.background import (
 )
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS, FILES, LISTINGS
+from diffserve.store.errors import StoreError
 from diffserve.store.experiments import Experiment, Experiments
 
 MODULE: Final = "diffserve.experiments.served.process"
@@ -159,7 +159,7 @@ class ExperimentRunner:
                         await FILES.run(self._experiments.sweep)
                     for experiment in await LISTINGS.run(self._experiments.unfinished):
                         self._start(experiment)
-                except (OSError, sqlite3.Error) as error:
+                except (OSError, StoreError) as error:
                     log.error("experiments cannot be read", extra={"reason": type(error).__name__})
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
@@ -192,7 +192,7 @@ class ExperimentRunner:
             if result is not None:
                 await self._finish(experiment, *result)
                 log.info("experiment finished", extra=facts | {"status": result[0]})
-        except (OSError, sqlite3.Error, CrashError) as error:
+        except (OSError, StoreError, CrashError) as error:
             log.error("an experiment waits", extra=facts | {"reason": reason_of(str(error) or type(error).__name__)})
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -28,6 +27,7 @@ from diffserve.service.http.streams import EventStreamResponse, Lasting
 from diffserve.service.lifecycle import WARNINGS, hung_up, in_thread_if_long, warning_headers
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS, LISTINGS
+from diffserve.store.errors import StoreError
 from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
 
 REPLAYED: Final = "Idempotent-Replayed"
@@ -124,7 +124,7 @@ class Idempotency:
         """Store ``reply`` and return whether that succeeded."""
         try:
             return self._replies.add(name, reply)
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("a response could not be stored for its Idempotency-Key", extra={"reason": type(error).__name__})
             return False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Annotated, Final
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.service.http.errors import HttpError
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import LISTINGS
+from diffserve.store.errors import StoreError
 from diffserve.store.usage import MAX_DAYS, Usage, UsageCounts, day_of
 
 WRITE_DELAY_S: Final = 0.05
@@ -64,7 +64,7 @@ class UsageBook:
     def _add(self, used: dict[tuple[str, str], UsageCounts]) -> None:
         try:
             self._usage.add(used)
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("usage could not be stored", extra={"reason": type(error).__name__})
 
 
