@@ -112,7 +112,15 @@ def _greet(
     """
     fields, panel = tab.fields, tab.settings.adapters
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.num_images, tab.examples]
-    of_model += [panel.lora, panel.embeddings, panel.style, fields.loras, panel.controlling, fields.control]
+    of_model += [
+        panel.lora,
+        panel.lora_buttons,
+        panel.embeddings,
+        panel.style,
+        fields.loras,
+        panel.controlling,
+        fields.control,
+    ]
     referring = tab.settings.references
     of_model += [referring.panel, referring.missing, tab.showing.use_reference]
     of_model += [tab.palette.panel, tab.palette.things, *fields.typed.values()]
