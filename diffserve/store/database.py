@@ -68,7 +68,11 @@ class Database:
             if not url:
                 os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._engines = postgresql_engines(url) if url else sqlite_engines(self.file)
-            self._open(hide_password(url))
+            try:
+                self._open(hide_password(url))
+            except BaseException:
+                self.close()
+                raise
         except OSError as error:
             where = folder if url else self.file
             message = f"{where} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
@@ -251,7 +255,8 @@ def find_row(connection: Connection, kind: type[Entry], table: Table, **equal: s
 
 def read_row(kind: type[Entry], row: Row[Any]) -> Entry:
     """Convert a row of a table to ``kind``."""
-    values = {name: row._mapping[name] for name in kind.__struct_fields__}
+    columns = row._asdict()
+    values = {name: columns[name] for name in kind.__struct_fields__}
     return kind(**values | {name: msgspec.json.decode(values[name]) for name in _json_columns(kind)})
 
 

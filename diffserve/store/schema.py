@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import REAL, BigInteger, Column, Double, Index, Integer, LargeBinary, MetaData, Table, Text, text
+from sqlalchemy.types import TypeEngine
 
 REVISIONS: Final = ("0001",)
 """Known schema revisions of Alembic, the oldest first."""
 
-INTEGER: Final = BigInteger().with_variant(Integer(), "sqlite")
-FLOAT: Final = Double().with_variant(REAL(), "sqlite")
+INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
+FLOAT: Final[TypeEngine[Any]] = Double().with_variant(REAL(), "sqlite")
 metadata = MetaData()
 
 
-def _table(name: str, *parts: Column[object] | Index, has_number: bool = False, has_rowid: bool = True) -> Table:
+def _table(name: str, *parts: Column[Any] | Index, has_number: bool = False, has_rowid: bool = True) -> Table:
     """Define a table; with ``has_number``, its primary key counts the rows in the order of their insertion."""
     number = [Column("number", INTEGER, primary_key=True)] if has_number else []
     return Table(
@@ -23,22 +24,22 @@ def _table(name: str, *parts: Column[object] | Index, has_number: bool = False, 
     )  # fmt: skip
 
 
-def _text(name: str, *, key: bool = False, unique: bool = False) -> Column[object]:
+def _text(name: str, *, key: bool = False, unique: bool = False) -> Column[Any]:
     return Column(name, Text, primary_key=key, nullable=False, unique=unique or None)
 
 
-def _integer(name: str, *, key: bool = False, default: str | None = None) -> Column[object]:
+def _integer(name: str, *, key: bool = False, default: str | None = None) -> Column[Any]:
     server_default = None if default is None else text(default)
     return Column(
         name, INTEGER, primary_key=key, nullable=False, autoincrement=False, server_default=server_default
     )  # fmt: skip
 
 
-def _seconds(name: str) -> Column[object]:
+def _seconds(name: str) -> Column[Any]:
     return Column(name, FLOAT, nullable=False)
 
 
-def _binary(name: str, *, key: bool = False, unique: bool = False) -> Column[object]:
+def _binary(name: str, *, key: bool = False, unique: bool = False) -> Column[Any]:
     return Column(name, LargeBinary, primary_key=key, nullable=False, unique=unique or None)
 
 

@@ -113,7 +113,8 @@ def test_an_answer_that_cannot_be_stored_is_reported(tmp_path: Path, is_full: bo
     database = Database(tmp_path)
     if is_full:
         with database.writing() as connection:
-            connection.exec_driver_sql("CREATE TRIGGER full BEFORE INSERT ON replies BEGIN SELECT RAISE(ABORT, 'full'); END")
+            trigger = "CREATE TRIGGER full BEFORE INSERT ON replies BEGIN SELECT RAISE(ABORT, 'full'); END"
+            connection.exec_driver_sql(trigger)
     replies = Replies(database, max_bytes=1 << 20 if is_full else 8)
     app, bodies, release = FastAPI(), list[bytes](), asyncio.Event()
     idempotency = Idempotency(replies, Owners(load_settings(env={}).serve, None))

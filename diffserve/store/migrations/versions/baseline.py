@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,8 +13,8 @@ down_revision = None
 LAST_USER_VERSION: Final = 6
 """Version that earlier releases find in SQLite's ``user_version``: they can use a database of this revision."""
 
-INTEGER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-FLOAT: Final = sa.Double().with_variant(sa.REAL(), "sqlite")
+INTEGER: Final[sa.types.TypeEngine[Any]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+FLOAT: Final[sa.types.TypeEngine[Any]] = sa.Double().with_variant(sa.REAL(), "sqlite")
 
 
 def upgrade() -> None:
@@ -115,7 +115,7 @@ def _create_tables_of_images() -> None:
     _create_index("experiments_by_status", "experiments", "status")
 
 
-def _create_table(name: str, *columns: sa.Column[object], has_rowid: bool = True) -> None:
+def _create_table(name: str, *columns: sa.Column[Any], has_rowid: bool = True) -> None:
     has_number = columns[0].name == "number"
     op.create_table(
         name, *columns, if_not_exists=True,
@@ -127,34 +127,32 @@ def _create_index(name: str, table: str, *columns: str, unique: bool = False) ->
     op.create_index(name, table, columns, unique=unique, if_not_exists=True)
 
 
-def _add_column_if_missing(table: str, column: sa.Column[object]) -> None:
+def _add_column_if_missing(table: str, column: sa.Column[Any]) -> None:
     """Add ``column`` to a table that exists without it."""
     inspector = sa.inspect(op.get_bind())
     if inspector.has_table(table) and column.name not in {each["name"] for each in inspector.get_columns(table)}:
         op.add_column(table, column)
 
 
-def _column(
-    name: str, kind: sa.types.TypeEngine[object], *, nullable: bool = False, **options: object
-) -> sa.Column[object]:
-    return sa.Column(name, kind, nullable=nullable, **options)  # type: ignore[arg-type]
+def _column(name: str, kind: sa.types.TypeEngine[Any], *, nullable: bool = False, **options: Any) -> sa.Column[Any]:
+    return sa.Column(name, kind, nullable=nullable, **options)
 
 
-def _number() -> sa.Column[object]:
+def _number() -> sa.Column[Any]:
     return _column("number", INTEGER, primary_key=True)
 
 
-def _text(name: str, **options: object) -> sa.Column[object]:
-    return _column(name, sa.Text(), **options)  # type: ignore[arg-type]
+def _text(name: str, **options: Any) -> sa.Column[Any]:
+    return _column(name, sa.Text(), **options)
 
 
-def _texts(*names: str) -> list[sa.Column[object]]:
+def _texts(*names: str) -> list[sa.Column[Any]]:
     return [_text(name) for name in names]
 
 
-def _integers(*names: str) -> list[sa.Column[object]]:
+def _integers(*names: str) -> list[sa.Column[Any]]:
     return [_column(name, INTEGER) for name in names]
 
 
-def _floats(*names: str) -> list[sa.Column[object]]:
+def _floats(*names: str) -> list[sa.Column[Any]]:
     return [_column(name, FLOAT) for name in names]
