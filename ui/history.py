@@ -44,7 +44,8 @@ class HistoryHandlers:
         """Bind all events; ``create`` is the tab that images are loaded into. Call it inside the page's context."""
         search_events: list[Any] = [opened.select, tab.search.click, tab.query.submit]
         search_events += [tab.favorites.change, tab.period.change]
-        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **PRIVATE)
+        search: Any = {**PRIVATE, "trigger_mode": "multiple"}  # "once" would drop a search while another one runs
+        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **search)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
         tab.grid.select(self.choose, None, tab.selected_outputs, **PRIVATE)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
