@@ -183,10 +183,13 @@ def test_jobs_survive_a_kill_and_a_drain_and_end_once(tmp_path: Path) -> None:
         *first, long = jobs_of(server.url)()
         assert (long.status in ("queued", "running"), long.attempts <= 1) == (True, True), "draining is no attempt"
         client.cancel_job(long.id)
+        wait_for(lambda: server.paint().status_code == 200, SOON_S, "the engine")
         for number, job in enumerate(first):
             assert until_over(client, job.id).status == "succeeded"
-            expected = server.client.post(GENERATIONS, json=bodies[number]).json()["data"][0]["b64_json"]
-            assert json.loads(client.job_result(job.id))["data"][0]["b64_json"] == expected
+            answer = server.client.post(GENERATIONS, json=bodies[number])
+            assert answer.status_code == 200, answer.text
+            image = json.loads(client.job_result(job.id))["data"][0]["b64_json"]
+            assert image == answer.json()["data"][0]["b64_json"]
             ends = [event for event in read_events(server, job.id) if event[1] == "job.succeeded"]
             assert len(ends) == 1
     names = [path.name for path in (tmp_path / "data" / "jobs").iterdir()]
