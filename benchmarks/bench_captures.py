@@ -86,9 +86,9 @@ def share_percent(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
     The range is the 95 % confidence interval of a median: the k-th smallest and the k-th largest value.
     """
-    lost = sorted(100.0 * (1.0 - without / with_captures) for with_captures, without in pairs)
-    rank = max(0, math.floor(len(lost) / 2 - 0.98 * math.sqrt(len(lost))))
-    return {"median": statistics.median(lost), "low": lost[rank], "high": lost[-1 - rank], "pairs": len(lost)}
+    shares = sorted(100.0 * (1.0 - without / with_captures) for with_captures, without in pairs)
+    rank = max(0, math.floor(len(shares) / 2 - 0.98 * math.sqrt(len(shares))))
+    return {"median": statistics.median(shares), "low": shares[rank], "high": shares[-1 - rank], "pairs": len(shares)}
 
 
 def cost_of_capture(model: str, requests: list[GenerationRequest]) -> dict[str, float]:

@@ -27,9 +27,9 @@ def test_canvas_holds_the_picture_and_masks_what_is_new(margins: tuple[int, int,
     inner[top : top + 48, left : left + 64] = True
     assert (mask[~inner] == 255).all()
     band = [8 if margin else 0 for margin in margins]
-    kept = mask[top + band[1] : top + 48 - band[3], left + band[0] : left + 64 - band[2]]
-    assert (kept == 0).all()
-    assert int((mask == 0).sum()) == kept.size
+    unmasked = mask[top + band[1] : top + 48 - band[3], left + band[0] : left + 64 - band[2]]
+    assert (unmasked == 0).all()
+    assert int((mask == 0).sum()) == unmasked.size
 
 
 def test_nothing_of_the_fill_shows_and_the_middle_keeps_its_bytes() -> None:

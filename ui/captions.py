@@ -89,7 +89,7 @@ def queue_list(waiting: Sequence[Painting]) -> str:
         return ""
     items = "".join(_queue_item(painting) for painting in waiting)
     clear = f'<button type="button" data-cancel="{EVERY}">Clear the queue</button>'
-    return f'<section aria-label="Queue"><h3>Queue</h3>{clear}<ul>{items}</ul></section>'
+    return f'<section aria-label="Queue"><h2>Queue</h2>{clear}<ul>{items}</ul></section>'
 
 
 EVERY = 0

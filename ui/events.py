@@ -40,8 +40,10 @@ def called_with(*names: str) -> Callable[[Function], Function]:
 
 def event_value(event: gr.EventData, name: str) -> Any:
     """Return what the browser reported as ``name`` with a custom event of an HTML component, or None."""
-    data = event._data
-    return data.get(name) if isinstance(data, dict) else None
+    try:
+        return getattr(event, name)
+    except (AttributeError, TypeError):  # the browser sent no such value, or no object
+        return None
 
 
 def shown_if(is_shown: bool) -> dict[str, Any]:

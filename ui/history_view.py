@@ -23,13 +23,24 @@ PERIODS: Final = (("Any time", 0), ("Last day", DAY_S), ("Last 7 days", 7 * DAY_
 
 NOTHING: Final = "No images yet; the images you generate appear here. Those of experiments are kept with them."
 NOT_FOUND: Final = "No image has all these words in its prompt, or fits the filters."
-SELECT: Final = "Select one or more images."
+SELECT: Final = "Select one or more images; Shift selects all between two."
 DELETE: Final = "Delete"
-REPORT_SELECTION: Final = """element.addEventListener('change', () => {
+REPORT_SELECTION: Final = """let last = null;
+element.addEventListener('click', ({ target, shiftKey }) => {
+    const boxes = [...element.querySelectorAll('[data-id] input')];
+    const [at, from] = [boxes.indexOf(target), boxes.indexOf(last)];
+    if (at < 0) return;
+    if (shiftKey && from >= 0) {
+        for (const box of boxes.slice(Math.min(at, from), Math.max(at, from) + 1)) box.checked = target.checked;
+    }
+    last = target;
+});
+element.addEventListener('change', () => {
     const checked = [...element.querySelectorAll('[data-id]')].filter((each) => each.querySelector('input').checked);
     element.querySelectorAll('[data-id]').forEach((each) => each.classList.toggle('selected', checked.includes(each)));
     trigger('select', { ids: checked.map((each) => each.dataset.id) });
 });"""
+"""Reports the selected images; Shift selects or unselects all between two clicks."""
 
 Update = Any  # a value of a component, or what gr.update gives
 

@@ -85,7 +85,9 @@ def build(server: Server) -> PageBlocks:
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
         arrived = _greet(page, server, visitors, creating, tab, about, leaving)
-        arrived.then(starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
+        arrived.then(
+            starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE
+        )
         arrived.then(referring.show, fields.model, tab.settings.references.listing, **PRIVATE)
         arrived.then(js="() => diffserve.goOn()", **SILENT)
         page.unload(leave)
@@ -110,7 +112,15 @@ def _greet(
     """
     fields, panel = tab.fields, tab.settings.adapters
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.num_images, tab.examples]
-    of_model += [panel.lora, panel.embeddings, panel.style, fields.loras, panel.controlling, fields.control]
+    of_model += [
+        panel.lora,
+        panel.lora_buttons,
+        panel.embeddings,
+        panel.style,
+        fields.loras,
+        panel.controlling,
+        fields.control,
+    ]
     referring = tab.settings.references
     of_model += [referring.panel, referring.missing, tab.showing.use_reference]
     of_model += [tab.palette.panel, tab.palette.things, *fields.typed.values()]

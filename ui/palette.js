@@ -28,10 +28,4 @@
     area.dispatchEvent(new Event("input", { bubbles: true }));
     if (example) area.focus();
   });
-
-  // Adds a LoRA to the list of names and strengths, or changes its strength there.
-  diffserve.withLora = (name, strength, used) => {
-    const others = (used || "").split(",").map((each) => each.trim()).filter((each) => each && each.split(":")[0] !== name);
-    return name ? [...others, `${name}:${strength}`].join(", ") : used;
-  };
 })();

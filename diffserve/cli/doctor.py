@@ -317,7 +317,8 @@ def _large_image(
     yield row, _mebibytes(plan.row.peak_bytes)
     yield "decoding, whole", _mebibytes(plan.decode.peak_bytes)
     yield "decoding, smallest tiles", _mebibytes(plan.decode_tile.peak_bytes)
-    yield "encoding a start image", _mebibytes(plan.encode.peak_bytes)
+    yield "encoding a start image, whole", _mebibytes(plan.encode.peak_bytes)
+    yield "encoding, smallest tiles", _mebibytes(plan.encode_tile.peak_bytes)
     base = footprint.weights_bytes + footprint.page_pool_bytes
     yield "least in all, from text", _mebibytes(base + plan.from_text_bytes)
     yield "least in all, from an image or with hires fix", _mebibytes(base + plan.from_image_bytes)

@@ -94,7 +94,7 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
     @property
     def prompt(self) -> str | None:
-        """Prompt of its images; ``None``: the prompts of the plan, as they are no axis."""
+        """Prompt of this cell, ``None`` without an axis of prompts."""
         value = dict(self.settings).get(PROMPT)
         return None if value is None else str(value)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from io import BytesIO, StringIO
+from typing import Final
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -146,6 +148,11 @@ def panels(charts: Sequence[Chart], *, inches: tuple[float, float] = PANEL_INCHE
         return png(figure)
 
 
+ROW_LINE_CHARS: Final = 20
+ROW_CHARS: Final = 3 * ROW_LINE_CHARS
+"""Characters of the label of a row of images, on up to three lines."""
+
+
 def strip(title: str, thumbnails: Mapping[Cell, bytes], summaries: Sequence[CellSummary] = ()) -> bytes:
     """Combine the encoded images of ``thumbnails`` into one full-color PNG, the rows of colored lines first."""
     grid = strip_grid(thumbnails, color_numbers(summaries))
@@ -158,7 +165,8 @@ def strip(title: str, thumbnails: Mapping[Cell, bytes], summaries: Sequence[Cell
         for axes, head in zip(axes_rows[0], grid.heads, strict=True):
             axes.set_title(head, fontsize=8)
         for row, name, pictures in zip(axes_rows, grid.names, grid.rows, strict=True):
-            row[0].set_ylabel(name, fontsize=8)
+            label = textwrap.shorten(name, ROW_CHARS, placeholder="…")
+            row[0].set_ylabel(textwrap.fill(label, ROW_LINE_CHARS), fontsize=8)
             for axes, picture in zip(row, pictures, strict=True):
                 _show(axes, picture)
         return png(figure, num_colors=None)

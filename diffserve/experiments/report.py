@@ -280,7 +280,9 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
         ),
         "cells": f"{len(plan.cells)}, {_count(num_images, 'image')} each",
         "images": (
-            f"{_count(len(plan.all_prompts), 'prompt')}, {_count(plan.num_seeds, 'seed')} each, the same in every cell"
+            f"{_count(plan.num_seeds, 'seed')} of each prompt, the same in every cell"
+            if PROMPT in plan.axes
+            else f"{_count(len(plan.prompts), 'prompt')}, {_count(plan.num_seeds, 'seed')} each, the same in every cell"
         ),
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),

@@ -23,7 +23,7 @@ from diffserve.experiments.charts import (
     time_measures,
 )
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plan import Cell, CellLine
+from diffserve.experiments.plan import Cell, CellLine, SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report_page import DoubtfulCell, Section
 from diffserve.experiments.series import ChartDot
@@ -58,7 +58,6 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
     """Render every figure as PNG, by file name."""
     from diffserve.experiments import plots
 
-    prompts = analysis.plan.prompts
     shown = _thumbnails(analysis)
     figures = {
         OVERVIEW: plots.overview(summaries),
@@ -66,7 +65,7 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
         TIME: plots.quality_against_time(summaries),
     }
     strips = {
-        STRIP.format(index + 1): plots.strip(prompts[index], pictures, summaries)
+        STRIP.format(index + 1): plots.strip(strip_title(analysis.plan, index), pictures, summaries)
         for index, pictures in enumerate(shown)
     }
     return figures | strips
@@ -115,10 +114,15 @@ def _strips(analysis: Analysis, colors: Mapping[CellLine, int]) -> dict[str, Str
             if not cell.is_reference and cell.target in converged
         }
         differences = strip_grid({cell: maps.get(cell) for cell in thumbnails}, colors).rows if maps else ()
-        text = "" if PROMPT in plan.axes else f"“{plan.prompts[prompt]}”, "
-        caption = f"{text}seed {plan.seed_of((prompt, 0))}"
+        caption = strip_title(plan, prompt)
         strips[caption] = grid._replace(differences=differences)
     return strips
+
+
+def strip_title(plan: SweepPlan, prompt_index: int) -> str:
+    """Return the title of the images of a prompt and its first seed; with an axis of prompts only the seed."""
+    seed = f"seed {plan.seed_of((prompt_index, 0))}"
+    return seed if PROMPT in plan.axes else f"“{plan.prompts[prompt_index]}”, {seed}"
 
 
 def difference_map(pixels: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -68,7 +68,7 @@ RESAMPLING: Final[dict[str, Image.Resampling]] = {
 
 
 def canonical_upscaler(name: str) -> str:
-    """Return the canonical name of a filter in any letter case; names of networks are returned as they are."""
+    """Return the canonical name of a filter in any letter case; the name of a network is returned unchanged."""
     name = name.strip()
     return name.lower() if name.lower() in FILTERS else name
 

@@ -96,7 +96,8 @@ class LargeImage:
         row: Work of a UNet row: of a tile, or of the entire image.
         decode: Work of decoding the image whole.
         decode_tile: Work of decoding the smallest tile in which the VAE decodes where memory is short.
-        encode: Work of encoding a start image, or the image between the passes of hires fix; it is not tiled.
+        encode: Work of encoding a start image, or the image between the passes of hires fix, whole.
+        encode_tile: Work of encoding the smallest tile in which the VAE encodes where memory is short.
     """
 
     size: tuple[int, int]
@@ -105,6 +106,7 @@ class LargeImage:
     decode: Work
     decode_tile: Work
     encode: Work
+    encode_tile: Work
 
     @property
     def from_text_bytes(self) -> int:
@@ -114,7 +116,7 @@ class LargeImage:
     @property
     def from_image_bytes(self) -> int:
         """Least bytes of an image that starts from an image, which has to be encoded."""
-        return max(self.from_text_bytes, self.encode.peak_bytes)
+        return max(self.from_text_bytes, self.encode_tile.peak_bytes)
 
 
 def plan_large_image(
@@ -135,6 +137,7 @@ def plan_large_image(
         decode=decode_work(model, size),
         decode_tile=decode_work(model, (sides[0], sides[1])),
         encode=encode_work(model, size),
+        encode_tile=encode_work(model, (sides[0], sides[1])),
     )
 
 

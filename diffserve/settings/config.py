@@ -250,7 +250,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_backlog_s       seconds of waiting work per client, at the measured speed and in fair shares, above which
                         further requests are refused; the client's largest request does not count
     trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
-    trusted_user_header header in which these proxies name the user whom they authenticated, such as X-Forwarded-User;
+    trusted_user_header header in which these proxies name the user that they authenticated, such as X-Forwarded-User;
                         users need no key; "": none
     price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """

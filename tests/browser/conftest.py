@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import Browser, BrowserContext, ViewportSize, expect, sync_playwright
+from safetensors.torch import save_file
 
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.service.a1111.styles import FILE as STYLES
 from tests.browser.visit import PATIENCE_S, Screenshot, Visit, Visitor
-from tests.service.server import RunningServer
+from tests.engine.controlnets import save_controlnet
+from tests.engine.references import write_folder as write_references
+from tests.service.server import START_S, RunningServer, running_server, wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
@@ -46,6 +53,27 @@ def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[Bro
     context.new_page().goto(f"{shared_page_server.url}/livez")
     yield context
     context.close()
+
+
+@pytest.fixture(scope="package")
+def equipped_server(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """Start a server of the embedded model with adapters of all kinds, and of the tiny model "plain"."""
+    folder = tmp_path_factory.mktemp("equipped")
+    references = write_references(folder / "references", EMBEDDED_DIRECTORY)
+    unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(EMBEDDED_DIRECTORY / "unet"))
+    save_controlnet(unet, folder / "controlnets" / "edges", 1)
+    (folder / "words").mkdir()
+    save_file({"emb_params": torch.zeros(1, 192)}, folder / "words" / "inkstyle.safetensors")
+    (folder / "data").mkdir()
+    (folder / "data" / STYLES).write_text("name,prompt,negative_prompt\nNight,{prompt} at night,snow\n")
+    config = f'[model]\nreference_dir = "{references}"\ncontrolnet_dir = "{folder / "controlnets"}"\n'
+    config += f'embeddings_dir = "{folder / "words"}"\n[models]\nplain = "{tiny_model("sd15")}"\n'
+    with running_server(Path("embedded"), folder, config=config, page=True) as server:
+        server.wait_until_ready()
+        wait_for(lambda: server.status("/config") == 200, START_S, "the page")
+        yield server
 
 
 @pytest.fixture

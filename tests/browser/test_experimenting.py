@@ -105,3 +105,38 @@ def test_a_stopped_experiment_retains_finished_images_and_frees_its_slots(
     here.expect_text("exp-status", "stopped")
     assert here.part("exp-grid").locator("img").count() > 0
     screenshot(here, "experiment-stopped")
+
+
+def test_any_field_is_compared_in_columns_and_rows_and_two_images_below_a_slider(
+    visit: Visitor, screenshot: Screenshot
+) -> None:
+    here = visit()
+    fill_in(here, samplers=("DDIM",), steps="2")
+    here.write("exp-reference-steps", 4)
+    here.write("exp-guidance", "1, 3")
+    for axis, field in (("exp-x", "Eta"), ("exp-y", "Guidance")):
+        here.field(axis).click()
+        here.page.get_by_role("option", name=field, exact=True).click()
+        expect(here.page.get_by_role("option")).to_have_count(0)
+    here.expect_text("exp-estimate", "the axis .*Eta.* has no values")
+    expect(here.part("exp-y-values")).to_have_count(0)  # Guidance has a list of its own
+    here.write("exp-x-values", "0, 1")
+    here.expect_text("exp-estimate", "4 combinations of sampler, steps, guidance and eta, 1 image each")
+    here.press("exp-run")
+    images = here.part("exp-grid").locator("td img")
+    expect(images).to_have_count(6)
+    until_run(here)
+    assert here.part("exp-grid").locator("thead th").all_inner_texts()[:3] == ["eta", "0", "1"]
+    rows = here.part("exp-grid").locator("tbody th")
+    assert rows.all_inner_texts() == ["DDIM, guidance 1", "DDIM, guidance 3"]
+    expect(here.part("exp-slider")).to_be_hidden()
+    for name in ("guidance 3, eta 0", "guidance 3, eta 1"):
+        here.part("exp-grid").get_by_role("checkbox", name=name).check()
+    expect(here.part("exp-slider").locator("img")).to_have_count(2)
+    shown = [image.get_attribute("src") or "" for image in here.part("exp-slider").locator("img").all()]
+    assert len(set(shown)) == 2
+    expect_no_barrier(here)
+    screenshot(here, "experiment-axes")
+    here.page.reload()
+    expect(images).to_have_count(6)
+    expect(rows).to_have_text(["DDIM, guidance 1", "DDIM, guidance 3"])

@@ -11,6 +11,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import DiffusionParams, Picture
 from diffserve.engine.image.admission import ImageAdmission, guided_rows
+from diffserve.models.vocabulary import Vocabulary
 from schedulers import compile_table
 from tests.engine.simulated_scheduler import INFO, SCHEDULE, admission, request
 
@@ -45,6 +46,26 @@ def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param
         admission().admit(request(**fields), 0.0)
     assert refused.value.param == param
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": "a [fox:wolf:0.5] in snow:0.25 AND a cat :0.75"}, ["'wolf'"]),
+        ({"prompt": "a [fox|wolf|cat] in snow"}, ["'wolf'"]),
+        ({"prompt": "a [fox:12] in snow"}, []),
+        ({"prompt": "a fox in snow 0.5"}, ["'0', '5'"]),
+        ({"prompt": "a fox", "negative_prompt": "[snow:wolf:0.5]"}, ["'wolf' of the negative prompt"]),
+    ],
+)
+def test_times_and_weights_in_a_prompt_are_no_unknown_words(fields: dict[str, str], words: list[str]) -> None:
+    vocabulary = Vocabulary(objects=("fox",), places=(), colors=(), words=("a", "fox", "cat", "in", "snow"))
+    door = admission(msgspec.structs.replace(INFO, world=vocabulary))
+    warnings = door.admit(msgspec.structs.replace(request(num_steps=20), **fields), 0.0).warnings
+    unknown = [warning for warning in warnings if "does not know" in warning]
+    assert len(unknown) == len(words)
+    for warning, word in zip(unknown, words, strict=True):
+        assert f"does not know {word}" in warning
 
 
 def test_missing_fields_are_filled_in_from_the_model() -> None:

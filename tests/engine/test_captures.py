@@ -123,7 +123,7 @@ def check_resumes(open_engine: Callable[[], Engine], request: GenerationRequest,
 
 @pytest.mark.parametrize("name", CASES)
 def test_image_continues_with_the_same_bytes(name: str, equipped: DiffusionModel) -> None:
-    fields = {"sampler": "ddim", "seed": 5, "num_steps": 6} | CASES[name]
+    fields: dict[str, Any] = {"sampler": "ddim", "seed": 5, "num_steps": 6} | CASES[name]
     check_resumes(lambda: Engine(equipped, EngineConfig()), image_request("sd15", **fields))
 
 

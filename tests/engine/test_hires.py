@@ -130,11 +130,17 @@ def test_a_network_between_the_passes_gives_what_three_requests_give(make_engine
     assert content(plain) != content(result)
 
 
+def use_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut images into the smallest tiles, so that an upscaler takes several ticks, on every device."""
+    monkeypatch.setitem(network.OPERATIONS_PER_CALL, "cpu", 1.0)
+    monkeypatch.setattr(network, "OTHER_OPERATIONS_PER_CALL", 1.0)
+    monkeypatch.setattr(tiles, "MAX_CONTEXT_PX", 4)
+
+
 def test_other_images_go_on_between_the_tiles_of_an_upscaler(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(network.OPERATIONS_PER_CALL, "cpu", 1.0)  # the smallest tiles
-    monkeypatch.setattr(tiles, "MAX_CONTEXT_PX", 4)
+    use_smallest_tiles(monkeypatch)
     engine = make_engine(max_rows=16)
     request, other = hires_request(hires_upscaler=EMBEDDED_UPSCALER), image_request("sd15", "ddim", 5, num_steps=30)
     engine.submit(request)
@@ -158,11 +164,11 @@ def test_other_images_go_on_between_the_tiles_of_an_upscaler(
 def test_an_image_may_end_while_a_network_enlarges_it(
     ends: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(network.OPERATIONS_PER_CALL, "cpu", 1.0)
-    monkeypatch.setattr(tiles, "MAX_CONTEXT_PX", 4)
+    use_smallest_tiles(monkeypatch)
     engine = make_engine()
     request_id = engine.submit(hires_request(hires_upscaler=EMBEDDED_UPSCALER))
     while not any(task.enlargement for task in engine.scheduler.in_flight):
+        assert engine.has_work
         engine.tick()
     getattr(engine, ends)(request_id)
     finished = [event for event in engine.events() if isinstance(event, ImageFinished)]

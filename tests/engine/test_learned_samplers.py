@@ -129,6 +129,21 @@ def test_image_to_image_runs_all_steps_or_is_refused(engine: Engine) -> None:
     assert result.num_steps == 3
 
 
+def test_a_second_pass_runs_all_steps_of_a_learned_sampler_or_another_sampler(engine: Engine) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"at hires_strength 0\.4; a learned sampler only runs all its steps"
+    ) as caught:
+        engine.submit(request(hires_scale=1.0))
+    assert caught.value.param == "hires_sampler"
+    [first] = engine.generate(request())
+    [both] = engine.generate(request(hires_scale=1.0, hires_strength=1.0))
+    start = msgspec.structs.replace(request(strength=1.0), init_image=first.picture)
+    assert both.picture == engine.generate(start)[0].picture
+    [ddim] = engine.generate(request(hires_scale=1.0, hires_sampler="ddim", hires_steps=5))
+    start = msgspec.structs.replace(request("ddim", num_steps=5, strength=0.4), init_image=first.picture)
+    assert ddim.picture == engine.generate(start)[0].picture
+
+
 def test_fields_without_effect_and_other_guidance_are_warned_of(engine: Engine) -> None:
     [result] = engine.generate(request(guidance_scale=5.0, sigma_schedule="karras", eta=1.0))
     assert result.warnings == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +36,30 @@ def test_the_pieces_make_the_whole(share: float) -> None:
     full_output, pieces = local(z), in_tiles(local, z, 2, share)
     assert pieces.shape == full_output.shape
     assert torch.allclose(pieces, full_output, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", TILE_SHARES)
+def test_the_pieces_of_an_encoder_make_the_whole(share: float) -> None:
+    images = torch.randn((1, 3, 128, 96), generator=torch.Generator().manual_seed(0))
+
+    def halve(part: Tensor) -> Tensor:
+        return F.avg_pool2d(part, 2)
+
+    pieces = in_tiles(halve, images, 2, share, is_encoding=True)
+    assert torch.allclose(pieces, halve(images), atol=1e-5)
+
+
+def test_an_image_encoded_in_tiles_is_nearly_that_of_one_piece(tiny: LoadTiny) -> None:
+    vae = tiny("sd15").vae
+    images = np.random.default_rng(0).integers(0, 256, (2, 128, 192, 3), dtype=np.uint8)
+    in_one, in_pieces = vae.encode(images), vae.encode(images, tile_share=TILE_SHARES[0])
+    assert in_pieces.shape == in_one.shape
+    assert 0 < (in_pieces - in_one).abs().mean() < 0.2 * in_one.abs().mean()
+    generators = [[torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2)]
+    sampled = [vae.encode(images, each, share) for each, share in zip(generators, (1.0, TILE_SHARES[0]), strict=True)]
+    states = [[generator.get_state().tolist() for generator in each] for each in generators]
+    assert states[0] == states[1], "tiles draw as much noise as one piece"
+    assert not torch.equal(sampled[0], sampled[1])
 
 
 def test_tiles_are_smaller_than_the_whole() -> None:

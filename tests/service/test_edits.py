@@ -101,6 +101,24 @@ def test_openai_client_streams_an_edit_and_requests_variations(client: OpenAI) -
 
 
 @pytest.mark.slow
+def test_a_form_may_ask_for_tiles_and_is_refused_a_second_pass(server: RunningServer) -> None:
+    before, url = picture(), f"{server.url}/v1/images/edits"
+    fields = {"prompt": "a red fox", "num_inference_steps": 2, "seed": 5, "tile_size": 64, "tile_overlap": 32}
+
+    def by_form(**further: str) -> httpx.Response:
+        files = {"image": ("a.png", file_of(before))}
+        data = {name: str(value) for name, value in fields.items()}
+        return httpx.post(url, files=files, data=data | further, timeout=60)
+
+    by_json = httpx.post(url, json=fields | {"image": in_base64(before)}, timeout=60).json()["data"][0]
+    assert by_form().json()["data"][0]["b64_json"] == by_json["b64_json"]
+    assert by_form(tile_size="0").json()["data"][0]["b64_json"] != by_json["b64_json"]
+    refused = by_form(hires_scale="2")
+    assert refused.status_code == 400
+    assert "hires_scale and hires_size are for images from text" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
 def test_json_and_form_requests_give_equal_images_and_the_client_sends_json(server: RunningServer) -> None:
     file, mask = encode_image(Picture.from_array(picture())), holed()
     form = httpx.post(

@@ -93,7 +93,7 @@ NO_TEXTS: Final = {
     *("device", "dtype", "config", "refiner", "lora_dir", "controlnet_dir", "embeddings_dir", "offload", "sampler_dir"),
     *("device_map", "text_encoder", "noise_source", "variation_seed", "template", "outpaint", "sizes"),
     *("hires_size", "hires_upscaler", "hires_sampler", "hires_schedule", "upscaler", "reference", "references"),
-    *("reference_dir", "wildcard_dir", "upscaler_dir"),
+    *("reference_adapter", "reference_dir", "wildcard_dir", "upscaler_dir"),
 }
 """Names, files and choices. What a language model writes for ``prompt_rewriter`` is judged with the picture."""
 
@@ -233,6 +233,13 @@ def test_every_text_field_of_a_json_body_is_judged(filtered: RunningServer, desc
         if answer.status_code != 400 or "moderation_blocked" not in answer.text:
             passed.append((path, leaf, text, answer.text[:200]))
     assert not passed
+
+
+@pytest.mark.slow
+def test_each_prompt_of_a_prompt_matrix_is_judged(filtered: RunningServer) -> None:
+    fields = {"samplers": "ddim", "steps": [2], "num_seeds": 1, "axes": {"prompt": "a {red|forbidden} fox"}}
+    answer = filtered.client.post("/v1/experiments", json=fields)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "moderation_blocked")
 
 
 @pytest.mark.slow

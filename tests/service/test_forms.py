@@ -31,6 +31,26 @@ def test_numbers_lists_and_texts_equal_those_in_json() -> None:
     assert [lora.name for lora in body.loras] == ["gift"]
 
 
+def test_fields_of_a_second_pass_and_of_tiles_equal_those_in_json() -> None:
+    fields = {
+        "prompt": "a fox",
+        "hires_scale": 1.5,
+        "hires_strength": 0.3,
+        "hires_steps": 7,
+        "hires_upscaler": "embedded-4x",
+        "hires_sampler": "heun",
+        "hires_schedule": "karras",
+        "hires_prompt": "7",
+        "hires_negative_prompt": "0.5",
+        "tile_size": 64,
+        "tile_overlap": 16,
+    }
+    by_form = parse_fields(EditBody, {name: str(value) for name, value in fields.items()})
+    assert by_form.model_dump() == EditBody.model_validate(fields).model_dump()
+    with pytest.raises(InvalidRequest, match=r"^tile_size is "):
+        parse_fields(EditBody, {"prompt": "a fox", "tile_size": "1.5"})
+
+
 FORM = (
     b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox\r\n'
     b'--b\r\nContent-Disposition: form-data; name="mask"; filename="m.png"\r\n\r\nnearly --c--, and more\r\n--b--\r\n'

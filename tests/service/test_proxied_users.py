@@ -1,4 +1,4 @@
-"""Users whom a trusted proxy names: they need no key, and each has its own history, usage and batches."""
+"""Users that a trusted proxy names: they need no key, and each has its own history, usage and batches."""
 
 from __future__ import annotations
 

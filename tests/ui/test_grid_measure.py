@@ -25,7 +25,7 @@ def drawn() -> NDArray[np.uint8]:
 
 
 def is_exact(check: PromptCheck, pixels: NDArray[np.uint8], prompt_index: int = 0) -> bool | None:
-    parts = check.parts(prompt_index, pixels)
+    parts = check.parts(check.prompts[prompt_index], pixels)
     return None if parts is None else parts.exact
 
 

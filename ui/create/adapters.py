@@ -14,7 +14,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import ImageCapabilities, PromptStyle
 from diffserve.media.decoders import ImageReader
 from ui.captions import status
-from ui.events import PRIVATE, SILENT, number_field, text_field
+from ui.events import PRIVATE, event_value, number_field, text_field
 from ui.fields import check_text
 from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Server, sentence
@@ -23,6 +23,13 @@ from ui.visitors import Visitors, ask_for_visitor, decoded
 
 NO_LORAS: Final = "This server has no LoRAs; start it with --lora-dir to add some."
 MAX_STRENGTH: Final = 2.0
+NUM_BUTTONS: Final = 8
+"""LoRAs that have buttons; the others are in the list only."""
+
+REPORT_LORA: Final = """element.addEventListener('click', (event) => {
+    const button = event.target.closest('[data-lora]');
+    if (button) trigger('click', { name: button.dataset.lora });
+});"""
 NEGATIVE_PRESETS: Final = (
     PromptStyle("Negative: blurry or noisy", negative_prompt="blurry, noisy, low quality, jpeg artifacts"),
     PromptStyle("Negative: text and watermarks", negative_prompt="text, watermark, signature, logo"),
@@ -37,6 +44,7 @@ class AdapterPanel(NamedTuple):
     """Components of the tab; ``fields`` are those of ``ui.create.settings.Fields`` by name."""
 
     lora: gr.Dropdown
+    lora_buttons: gr.HTML
     lora_strength: gr.Slider
     words: gr.HTML
     embeddings: gr.HTML
@@ -56,6 +64,7 @@ def lay_out(max_scale: float) -> AdapterPanel:
         strength = gr.Slider(
             0, MAX_STRENGTH, value=1, step=0.05, label="LoRA strength", buttons=[], min_width=120, elem_id="lora-scale"
         )
+    lora_buttons = gr.HTML(label="LoRAs", elem_id="lora-buttons", elem_classes="quiet", js_on_load=REPORT_LORA)
     words = gr.HTML(elem_id="lora-words", elem_classes="quiet", js_on_load=None)
     loras = text_field("Used LoRAs", "none", "loras", info="Names with strengths: ink:0.8, paper.")
     embeddings = gr.HTML(elem_id="embeddings", elem_classes="quiet", js_on_load=None)
@@ -91,7 +100,9 @@ def lay_out(max_scale: float) -> AdapterPanel:
             steps = text_field("Active steps", "all", "control-steps", info="Fractions: 0-0.5.")
     fields = {"loras": loras, "control": control, "control_scale": scale, "control_steps": steps}
     fields |= {"preprocessor": preprocessor, "control_picture": picture}
-    return AdapterPanel(lora, strength, words, embeddings, style, controlling, choose, control_map, fields)
+    return AdapterPanel(
+        lora, lora_buttons, strength, words, embeddings, style, controlling, choose, control_map, fields
+    )
 
 
 class AdapterHandlers:
@@ -105,14 +116,10 @@ class AdapterHandlers:
     def connect(self, prompt: gr.Textbox, negative_prompt: gr.Textbox, caption: gr.HTML) -> None:
         """Bind all events; call it inside the page's context."""
         panel, loras = self._panel, self._panel.fields["loras"]
-        gr.on(
-            [panel.lora.input, panel.lora_strength.input],
-            js="(name, strength, used) => diffserve.withLora(name, strength, used)",
-            inputs=[panel.lora, panel.lora_strength, loras],
-            outputs=loras,
-            **SILENT,
-        )
-        panel.lora.input(self.show_words, panel.lora, panel.words, **PRIVATE)
+        chosen = [panel.lora, panel.lora_strength, loras]
+        gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, chosen, [loras, panel.words], **PRIVATE)
+        pressed = [panel.lora_strength, loras]
+        panel.lora_buttons.click(self.press_lora, pressed, [panel.lora, loras, panel.words], **PRIVATE)
         prompts = [prompt, negative_prompt]
         panel.style.input(self.add_style, [panel.style, *prompts], [*prompts, panel.style, caption], **PRIVATE)
         read = panel.read_control.upload(
@@ -127,7 +134,20 @@ class AdapterHandlers:
         for event in (read.then, preprocessor.change):
             event(self.show_map, preprocessor, panel.control_map, **PRIVATE)
 
-    async def show_words(self, name: str | None, request: gr.Request) -> str:
+    async def press_lora(
+        self, strength: float | None, used: str | None, event: gr.EventData, request: gr.Request
+    ) -> list[Update]:
+        """Select and use the LoRA whose button was pressed."""
+        name = str(event_value(event, "name") or "")
+        return [name, *await self.use_lora(name, strength, used, request)]
+
+    async def use_lora(
+        self, name: str | None, strength: float | None, used: str | None, request: gr.Request
+    ) -> list[Update]:
+        """Add a LoRA to the used ones, or change its strength there, and show its trigger words."""
+        return [with_lora(name, strength, used), await self._words(name, request)]
+
+    async def _words(self, name: str | None, request: gr.Request) -> str:
         """Return the trigger words of a LoRA as HTML."""
         ask_for_visitor(request)
         try:
@@ -189,15 +209,29 @@ async def styles_of(server: Server, image: ImageCapabilities) -> list[str]:
 
 
 def shown(image: ImageCapabilities, styles: Sequence[str]) -> list[Update]:
-    """Return updates of (lora, embeddings, style, loras, controlling, control) for a model."""
+    """Return updates of (lora, its buttons, embeddings, style, loras, controlling, control) for a model."""
+    buttons = "".join(
+        f'<button type="button" data-lora="{html.escape(name)}">{html.escape(name)}</button>'
+        for name in image.loras[:NUM_BUTTONS]
+    )
     return [
         gr.update(choices=list(image.loras), info="Choose one to add it." if image.loras else NO_LORAS),
+        f'<div class="words" role="group" aria-label="LoRAs">{buttons}</div>' if buttons else "",
         word_buttons("Embeddings", image.learnt_words),
         gr.update(choices=list(styles), visible=bool(styles)),
         gr.update(visible=bool(image.loras)),
         gr.update(visible=bool(image.controlnets)),
         gr.update(choices=[("None", ""), *((name, name) for name in image.controlnets)]),
     ]
+
+
+def with_lora(name: str | None, strength: float | None, used: str | None) -> str:
+    """Return the list of names and strengths ``used`` with that of the LoRA ``name``."""
+    if not name:
+        return used or ""
+    parts = [part.strip() for part in (used or "").split(",")]
+    other_loras = [part for part in parts if part and part.partition(":")[0] != name]
+    return ", ".join([*other_loras, f"{name}:{1 if strength is None else strength:g}"])
 
 
 def word_buttons(title: str, words: Sequence[str]) -> str:

@@ -193,7 +193,7 @@ def _extras(typed: dict[str, Component]) -> dict[str, Component]:
     titled = [name for names in TITLED.values() for name in names]
     typed = typed | _typed_rows([name for name in TYPED if name not in (*SAMPLING, *titled)])
     for title, names in TITLED.items():
-        gr.HTML(f"<h3>{title}</h3>", elem_classes="subtitle", js_on_load=None)
+        gr.HTML(f"<h2>{title}</h2>", elem_classes="subtitle", js_on_load=None)
         typed |= _typed_rows(names)
     return {name: typed[name] for name in TYPED}
 

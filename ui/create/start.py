@@ -69,7 +69,7 @@ class StartPanel(NamedTuple):
 
 
 class PageMarks(msgspec.Struct, frozen=True):
-    """What the browser sends with a request in addition to the fields.
+    """Values that the browser sends with a request, apart from the fields of the form.
 
     Attributes:
         is_edit: Whether the page shows an image to edit.

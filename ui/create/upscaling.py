@@ -49,15 +49,15 @@ class Upscaling:
     async def upscale(self, picture: Any, request: gr.Request) -> AsyncIterator[list[Update]]:
         """Enlarge the shown ``picture`` and show the result, which is also in the history."""
         visitor, screen = self._visitors.of(request.session_hash), Screen()
-        chosen = visitor.picture_at(picture)
-        if chosen is None:
+        original = visitor.picture_at(picture)
+        if original is None:
             yield screen.draw(caption=captions.status(captions.GONE, is_error=True))
             return
         ask_for_visitor(request)
         yield screen.draw(caption=captions.status(UPSCALING), upscale=gr.update(interactive=False))
         began_s = time.monotonic()
         try:
-            large = await self._upscaled(chosen)
+            large = await self._upscaled(original)
         except (DiffserveError, OSError) as error:
             trouble = captions.status(sentence(error), is_error=True)
             yield screen.draw(caption=trouble, upscale=gr.update(interactive=True))
@@ -66,18 +66,18 @@ class Upscaling:
         took = f"Upscaled in {time.monotonic() - began_s:.1f} s: {large.facts}"
         yield screen.draw(**shown_newest(visitor), caption=captions.status(took, notes=large.warnings))
 
-    async def _upscaled(self, chosen: FinishedPicture) -> FinishedPicture:
-        """Return ``chosen`` enlarged by the default upscaler.
+    async def _upscaled(self, original: FinishedPicture) -> FinishedPicture:
+        """Return ``original`` enlarged by the default upscaler.
 
         Raises:
             DiffserveError: The server cannot upscale it.
             OSError: A file cannot be read or written.
         """
-        done = await self._server.client.upscale(await asyncio.to_thread(chosen.path.read_bytes))
-        name = f"{chosen.prompt[:40]}-{seeds_named(chosen.seed, chosen.variation_seed)}-{done.size}"
+        done = await self._server.client.upscale(await asyncio.to_thread(original.path.read_bytes))
+        name = f"{original.prompt[:40]}-{seeds_named(original.seed, original.variation_seed)}-{done.size}"
         path = await asyncio.to_thread(self._server.files.write, done.file, f"{name}.{done.output_format}")
         return msgspec.structs.replace(
-            chosen,
+            original,
             path=path,
             infotext=await asyncio.to_thread(_infotext_of, done.file),
             warnings=done.warnings,

@@ -87,7 +87,7 @@ def grid(
 
 def _value(cell: Cell, field: str) -> Value | None:
     """Return the value of a cell on the axis ``field``; None if it has none."""
-    main = {STEPS: cell.num_steps, SAMPLER: cell.sampler, GUIDANCE: cell.guidance_scale}
+    main: dict[str, Value] = {STEPS: cell.num_steps, SAMPLER: cell.sampler, GUIDANCE: cell.guidance_scale}
     return main[field] if field in main else dict(cell.settings).get(field)
 
 
@@ -121,7 +121,7 @@ def _rows(
 
 
 def _grouped(
-    named: Sequence[tuple[str, dict[Value | None, Cell]]], rows: str
+    unsorted_rows: Sequence[tuple[str, dict[Value | None, Cell]]], rows: str
 ) -> list[tuple[str, dict[Value | None, Cell]]]:
     """Sort rows so that those that differ in the field ``rows`` only are next to each other."""
     values: dict[Value | None, int] = {}
@@ -130,12 +130,12 @@ def _grouped(
     def place(row: tuple[str, dict[Value | None, Cell]]) -> tuple[int, int]:
         cell = next(iter(row[1].values()))
         sampler, scale, settings = line_of(cell)
-        others = {SAMPLER: sampler, STEPS: cell.num_steps, GUIDANCE: scale, **dict(settings)}
-        value = others.pop(rows, None)
-        group = tuple(others.values())
+        other_values = {SAMPLER: sampler, STEPS: cell.num_steps, GUIDANCE: scale, **dict(settings)}
+        value = other_values.pop(rows, None)
+        group = tuple(other_values.values())
         return groups.setdefault(group, len(groups)), values.setdefault(value, len(values))
 
-    return sorted(named, key=place)
+    return sorted(unsorted_rows, key=place)
 
 
 def _guidance_of(cell: Cell, plan: SweepPlan) -> str:

@@ -122,8 +122,8 @@ def _axes(form: ExperimentForm) -> dict[str, str]:
         what = (MAIN_LABELS | AXIS_LABELS).get(columns, columns)
         raise InvalidRequest(f"X and Y are both {what}; choose two different fields.", param="axes")
     axes: dict[str, str] = {}
-    named = ((columns, form.x_values), (rows, form.y_values), ((form.axis or "").strip(), form.axis_values))
-    for name, text in named:
+    axis_texts = ((columns, form.x_values), (rows, form.y_values), ((form.axis or "").strip(), form.axis_values))
+    for name, text in axis_texts:
         if not name or name in MAIN_LABELS:
             continue
         label, values = (AXIS_LABELS.get(name, name), (text or "").strip())

@@ -108,9 +108,7 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         info="A sigma schedule may follow, such as DPM++ 2M Karras. Learned samplers have fixed steps.",
         elem_id="exp-samplers",
     )
-    steps = gr.Textbox(
-        DEFAULT_STEPS, label="Steps", info="One or more, such as 5, 10-50 (+10).", elem_id="exp-steps"
-    )
+    steps = gr.Textbox(DEFAULT_STEPS, label="Steps", info="One or more, such as 5, 10-50 (+10).", elem_id="exp-steps")
     prompts = gr.Textbox(
         DEFAULT_PROMPTS, label="Prompts", info="One per line.", lines=2, max_lines=10, elem_id="exp-prompts"
     )
@@ -168,9 +166,7 @@ def _axis(name: str, label: str, value: str) -> tuple[gr.Dropdown, gr.Textbox]:
             visible=False,
             elem_id=f"exp-{name}-values",
         )
-    field.change(
-        lambda chosen: gr.update(visible=bool(chosen) and chosen not in MAIN_LABELS), field, values, **PRIVATE
-    )
+    field.change(lambda chosen: gr.update(visible=bool(chosen) and chosen not in MAIN_LABELS), field, values, **PRIVATE)
     return field, values
 
 

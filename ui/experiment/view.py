@@ -250,10 +250,10 @@ def work_text(planned: PlannedExperiment) -> str:
     num_converged = planned.num_images - each * planned.num_cells
     pictures = "1 image" if each == 1 else f"{each} images each"
     if planned.num_cells > 1:
-        several_guidance = ["guidance"] if len(planned.plan.get("guidance", ())) > 1 else []
-        others = [AXIS_LABELS.get(name, name).lower() for name in planned.plan.get("axes", {})]
-        *axes, last = ["sampler", "steps", *several_guidance, *others]
-        what = f"{', '.join(axes)} and {last}"
+        axes = ["sampler", "steps"]
+        axes += ["guidance"] if len(planned.plan.get("guidance", ())) > 1 else []
+        axes += [AXIS_LABELS.get(name, name).lower() for name in planned.plan.get("axes", {})]
+        what = f"{', '.join(axes[:-1])} and {axes[-1]}"
         pictures = f"{planned.num_cells} combinations of {what}, {pictures.removesuffix(' each')} each"
     return f"{pictures}, and {num_converged} converged {'one' if num_converged == 1 else 'ones'}"
 

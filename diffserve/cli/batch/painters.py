@@ -21,6 +21,7 @@ from diffserve.cli.remote import with_command_line_hints
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
 from diffserve.client import Progress as ProgressEvent
 from diffserve.media.provenance import Marks
+from diffserve.models.upscalers import UpscalerFolders
 from diffserve.service.images.inputs import image_bytes, read_repeated, read_start
 from diffserve.service.images.openai_encoder import delivery_fields, image_entry, recipe
 from diffserve.service.images.plan import ImagePlan, plan_images
@@ -187,7 +188,8 @@ class LocalPainter:
         kind: type[GenerateBody] = EditBody if "image" in fields else GenerateBody
         info = self._engine.info
         refused = refused_fields(info, keeps_latents=True)
-        body = read_repeated(kind, msgspec.json.encode(fields), [info.model_id], lambda _: refused)
+        networks = UpscalerFolders(info.upscaler_dir).usable
+        body = read_repeated(kind, msgspec.json.encode(fields), [info.model_id], lambda _: refused, networks)
         start = None
         if isinstance(body, EditBody):
             body, start = read_start(body)

@@ -600,7 +600,7 @@ def _check_picture(
 
 
 def _texts_of(prompts: Iterable[str], *, negative: bool) -> tuple[str, ...]:
-    """Return what prompts say without the times and weights of editing and AND; too many texts are left as they are."""
+    """Return the texts of prompts without the times and weights of editing and AND; prompts of too many unchanged."""
     name = "negative_prompt" if negative else "prompt"
     texts: list[str] = []
     for prompt in prompts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -54,6 +54,8 @@ class Preparer:
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
     9-channel ones below full strength), the noise, then the posterior of the masked image. If ``noise_source`` is the
     device, noise is computed there by a counter, and only the posterior is drawn from the generator.
+
+    ``encode_share`` is ``Room.encode_share``.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Preparer:
         references: ReferenceStore,
         upscalers: UpscalerStore,
         refiner: Conditioner | None = None,
+        encode_share: Callable[[int, int], float] = lambda *_: 1.0,
     ) -> None:
         self.model = model
         self.conditioner = conditioner
@@ -77,6 +80,7 @@ class Preparer:
         self.controlnets = controlnets
         self.references = references
         self.upscalers = upscalers
+        self._encode_share = encode_share
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
@@ -315,7 +319,8 @@ class Preparer:
         """(C, h, w) of ``pixels`` (H, W, 3), by a draw of the image's seed; that of its variation draws in step."""
         if state.variation is not None:
             self._draw_posterior(state.variation.stream, state)
-        return self.model.vae.encode(pixels[None], [state.stream.rng])[0].to(self.model.device)
+        share = self._encode_share(pixels.shape[1], pixels.shape[0])
+        return self.model.vae.encode(pixels[None], [state.stream.rng], share)[0].to(self.model.device)
 
     def _draw_posterior(self, stream: NoiseStream, state: ImageState) -> None:
         torch.randn((1, *state.shape), generator=stream.rng, dtype=self.model.vae.dtype)

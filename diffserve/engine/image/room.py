@@ -21,7 +21,7 @@ from diffserve.runtime.footprint import Activations, margin
 from diffserve.runtime.low_rank import adaptable, factor_bytes, shape_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.unet.controlnet import residual_shapes
-from diffserve.runtime.vae.vae import TILE_SHARES, tile_cells
+from diffserve.runtime.vae.vae import TILE_SHARES, fitting_share, tile_cells
 from diffserve.settings.config import EngineConfig
 
 LOOK_EVERY_S: Final = 1.0
@@ -31,9 +31,9 @@ LOOK_EVERY_S: Final = 1.0
 class Room:
     """Memory available for the calls of ``model``'s networks, created after all resident weights are loaded.
 
-    Whether an image is refused, and whether it is decoded in one piece or in tiles, depends on the memory that is free
-    at first or configured, never on other images. The number of rows is limited by what is free now, which changes no
-    bytes. Without a known amount of free memory nothing is limited. Thread-safe.
+    Whether an image is refused, and whether it is encoded and decoded in one piece or in tiles, depends on the memory
+    that is free at first or configured, never on other images. The number of rows is limited by what is free now, which
+    changes no bytes. Without a known amount of free memory nothing is limited. Thread-safe.
 
     Args:
         most_rows: The largest number of rows of a call.
@@ -89,8 +89,8 @@ class Room:
     ) -> None:
         """Raise InvalidRequest for an image that can never fit, with the bytes it needs and a size that fits.
 
-        Checked are a UNet call of ``least_rows`` rows, the smallest decoder tile and, with ``is_encoded``, the encoder
-        pass of the init image, which is not tiled. A control map takes less memory than an init image. ``tile_px`` is
+        Checked are a UNet call of ``least_rows`` rows, the smallest decoder tile and, with ``is_encoded``, the smallest
+        tile of the init image. A control map takes less memory than an init image. ``tile_px`` is
         the width and height that a UNet row evaluates, if that is not the entire image.
         """
         free = self._first_bytes
@@ -145,11 +145,12 @@ class Room:
         is_controlled: bool,
     ) -> float:
         """Return the bytes without which an image of this size, evaluated in rows of ``call_px``, is impossible."""
-        factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
+        factor = self.model.vae.factor
         row = activations.of_row(self._cells(*call_px), self.model.text.window_tokens)
         step = num_rows * (row + is_controlled * self._residual_bytes(*call_px))
-        tile = activations.picture_cell_bytes * tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
-        return self._margin * max(step, tile, is_encoded * cells * activations.encoded_cell_bytes)
+        cells = tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
+        cell_bytes = max(activations.picture_cell_bytes, is_encoded * activations.encoded_cell_bytes)
+        return self._margin * max(step, cells * cell_bytes)
 
     def _residual_bytes(self, width_px: int, height_px: int) -> float:
         """Return the bytes of a row's residuals: the sum, the last ControlNet's, and the skips before and after.
@@ -166,6 +167,14 @@ class Room:
         if free is None or self._margin * num_cells * self._bound.picture_cell_bytes <= free:
             return num_cells
         return int(free / (self._margin * self.activations.picture_cell_bytes))
+
+    def encode_share(self, width_px: int, height_px: int) -> float:
+        """Return the side of the tiles in which an image is encoded, in shares of its side; 1.0: in one piece."""
+        free, cells = self._first_bytes, self._cells(width_px, height_px)
+        if free is None or self._margin * cells * self._bound.encoded_cell_bytes <= free:
+            return 1.0
+        most_cells, factor = int(free / (self._margin * self.activations.encoded_cell_bytes)), self.model.vae.factor
+        return fitting_share(height_px // factor, width_px // factor, most_cells)
 
     def _cells(self, width_px: int, height_px: int) -> int:
         return (width_px // self.model.vae.factor) * (height_px // self.model.vae.factor)

@@ -132,6 +132,7 @@ class ImageRunner:
             self.references,
             self.upscalers,
             refiner,
+            self.room.encode_share,
         )
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
             model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))

@@ -66,11 +66,22 @@ def plan_decode(num_images: int, height: int, width: int, *, most_cells: int, ti
         most_cells: How many cells the free memory lets one call decode.
         tile_share: Largest side of a tile that the configuration allows; smaller ones are chosen where memory is short.
     """
-    smaller = (share for share in TILE_SHARES if share < tile_share)
-    shares = (tile_share, *smaller)
-    share = next((share for share in shares if tile_cells(height, width, share) <= most_cells), shares[-1])
+    share = fitting_share(height, width, most_cells, tile_share)
     fitting = most_cells // tile_cells(height, width, share)
     return DecodePlan(max(1, min(num_images, fitting)), share)
+
+
+def fitting_share(height: int, width: int, most_cells: int, tile_share: float = 1.0) -> float:
+    """Return the side of the largest tiles that fit, in shares of the image's side; the smallest if none fits.
+
+    Args:
+        height: Cells along the side.
+        width: Cells along the top.
+        most_cells: How many cells fit into one call.
+        tile_share: Largest side of a tile.
+    """
+    shares = (tile_share, *(share for share in TILE_SHARES if share < tile_share))
+    return next((share for share in shares if tile_cells(height, width, share) <= most_cells), shares[-1])
 
 
 def tile_cells(height: int, width: int, share: float) -> int:
@@ -144,19 +155,26 @@ class VAERunner:
 
     @torch.inference_mode()
     def encode(
-        self, pixels: NDArray[np.uint8] | torch.Tensor, generators: Sequence[torch.Generator] | None = None
+        self,
+        pixels: NDArray[np.uint8] | torch.Tensor,
+        generators: Sequence[torch.Generator] | None = None,
+        tile_share: float = 1.0,
     ) -> torch.Tensor:
         """Return latents (B, C, H / factor, W / factor) float32 of images (B, H, W, 3), uint8 or float32 in [-1, 1].
 
         With ``generators``, one per image, the posterior is sampled in order, as in diffusers; without, its mode is
-        used. ``AutoencoderTiny`` has no posterior and draws nothing.
+        used. ``AutoencoderTiny`` has no posterior and draws nothing. ``tile_share`` is the side of a tile in shares of
+        the image's side; 1.0 encodes whole images.
         """
         images = _to_images(pixels)
         if generators is not None and len(generators) != images.shape[0]:
             raise ValueError(f"{images.shape[0]} images need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            moments = self._guarded(lambda part: encode_moments(self.network, part), image)
+            if tile_share >= 1.0:
+                moments = self._moments(image)
+            else:
+                moments = in_tiles(self._moments, image.to(self.device), self.factor, tile_share, is_encoding=True)
             posterior = posterior_of(self.network, moments)
             if posterior is None:
                 z = moments
@@ -224,6 +242,9 @@ class VAERunner:
 
     def _decoded(self, z: torch.Tensor) -> torch.Tensor:
         return self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z)
+
+    def _moments(self, images: torch.Tensor) -> torch.Tensor:
+        return self._guarded(lambda part: encode_moments(self.network, part), images)
 
     def _guarded(self, run: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """Run ``run`` on ``value``; an image that overflows in float16 is computed again, alone, in float32."""
@@ -315,27 +336,32 @@ def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
     return tensor.permute(0, 3, 1, 2)
 
 
-def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: float) -> Tensor:
-    """Return (B, 3, h * factor, w * factor) float32 from ``run`` on tiles of ``z`` (B, C, h, w); waits for no device.
+def in_tiles(
+    run: Callable[[Tensor], Tensor], value: Tensor, factor: int, share: float, *, is_encoding: bool = False
+) -> Tensor:
+    """Return the float32 output of ``run`` on tiles of ``value``; waits for no device.
+
+    A decoder maps latents (B, C, h, w) to images (B, 3, h * factor, w * factor), an encoder the reverse.
 
     Neighbors overlap by 2/5 of a tile and are blended. Group norms see a tile instead of the image: with tiles of 5/8
     the result has 37 dB or more against a whole decode of the embedded model's images.
     """
-    height, width = z.shape[-2:]
-    pixels: Tensor | None = None
-    weights = torch.zeros((1, 1, height * factor, width * factor), device=z.device)
+    read, write = (factor, 1) if is_encoding else (1, factor)  # input and output values along a side of a cell
+    height, width = (side // read for side in value.shape[-2:])
+    output: Tensor | None = None
+    weights = torch.zeros((1, 1, height * write, width * write), device=value.device)
     for top, bottom in spans(height, share):
         for left, right in spans(width, share):
-            tile = run(z[..., top:bottom, left:right]).float()
-            if pixels is None:
-                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor), device=z.device)
-            fade = _fade(top, bottom, height, share, factor)[:, None] * _fade(left, right, width, share, factor)
-            fade = send(fade, z.device)
-            place = (..., slice(top * factor, bottom * factor), slice(left * factor, right * factor))
-            pixels[place] += fade * tile
+            tile = run(value[..., top * read : bottom * read, left * read : right * read]).float()
+            if output is None:
+                output = torch.zeros((*tile.shape[:2], height * write, width * write), device=value.device)
+            fade = _fade(top, bottom, height, share, write)[:, None] * _fade(left, right, width, share, write)
+            fade = send(fade, value.device)
+            place = (..., slice(top * write, bottom * write), slice(left * write, right * write))
+            output[place] += fade * tile
             weights[place] += fade
-    assert pixels is not None
-    return pixels / weights
+    assert output is not None
+    return output / weights
 
 
 def spans(num_cells: int, share: float) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """API keys: authentication and authorization of requests, sessions, and rate limits.
 
-A user whom a trusted proxy has authenticated counts as a key (``proxied_users``). Otherwise a key is sent as
+A user that a trusted proxy has authenticated counts as a key (``proxied_users``). Otherwise a key is sent as
 ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as ``X-Api-Key``, or as a
 session: a signed cookie from ``/login``. A server that never had a key accepts requests without one. This is
 middleware rather than a dependency because it also guards the mounted page.

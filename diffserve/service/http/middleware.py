@@ -4,7 +4,7 @@ Plain ASGI, outermost first::
 
     Outermost     assigns the request ID, adds common headers, logs one line, answers unexpected errors with 500
     PublicPath    removes the path prefix of a proxy (``addresses.py``)
-    ProxiedUsers  stores the user whom a trusted proxy names (``proxied_users.py``), if configured
+    ProxiedUsers  stores the user that a trusted proxy names (``proxied_users.py``), if configured
     HeadAsGet     answers HEAD as GET without the body
     OriginGuard   refuses foreign hosts and origins
     FramingGuard  refuses requests that a proxy could read differently

@@ -1,4 +1,4 @@
-"""Users whom a trusted proxy has authenticated and names in a header (``[serve] trusted_user_header``).
+"""Users that a trusted proxy has authenticated and names in a header (``[serve] trusted_user_header``).
 
 Such a user counts as an API key of the scope "generate" with its own share, history and limits; no key is needed. The
 header is believed only if the connection comes from one of ``trusted_proxies``, which must overwrite it.

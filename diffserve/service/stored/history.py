@@ -117,7 +117,7 @@ class HistoryRoutes:
     async def _set_favorite(self, request: Request, name: str, *, is_favorite: bool) -> Response:
         rows, owner = self._history.rows, self._owners.of(request)
         entry = await self._history.do(rows.set_favorite, owner, name, is_favorite=is_favorite)
-        return JSONResponse(entry_object(_found(entry, name)))
+        return JSONResponse(entry_object(_checked_entry(entry, name)))
 
     async def forget_all(self, request: Request) -> Response:
         """Delete all entries of the request's key."""
@@ -126,10 +126,10 @@ class HistoryRoutes:
         return JSONResponse({"object": "history", "deleted": True, "num_deleted": len(files)})
 
     async def _entry_of(self, request: Request, name: str) -> Entry:
-        return _found(await self._history.do(self._history.rows.get, self._owners.of(request), name), name)
+        return _checked_entry(await self._history.do(self._history.rows.get, self._owners.of(request), name), name)
 
 
-def _found(entry: Entry | None, name: str) -> Entry:
+def _checked_entry(entry: Entry | None, name: str) -> Entry:
     """Return ``entry``. Raises HttpError if it is None."""
     if entry is None:
         raise HttpError(404, f"your history has no entry {show(name)}.", code="history_not_found")
