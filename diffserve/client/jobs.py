@@ -24,7 +24,7 @@ class JobFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on the server; times are in seconds since 1970.
+    """State of a job on the server; times are in seconds since 1970.
 
     Attributes:
         attempts: How often it was begun.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, or_, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
@@ -164,7 +164,7 @@ class Jobs:
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
-        where = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
+        where: list[ColumnElement[bool]] = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
         if job_filter.endpoint:
             where.append(jobs.c.endpoint == job_filter.endpoint)
         return self._database.page(Job, jobs, owner, selection, *where)

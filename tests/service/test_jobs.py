@@ -134,9 +134,9 @@ def read_events(server: RunningServer, name: str, last: str | None = None) -> li
 def test_events_continue_after_the_last_event_id(server: RunningServer, client: Client) -> None:
     job = client.begin_job(GENERATIONS, BODY)
     with client.job_events(job.id) as events:
-        seen = list(events)
-    assert [event.status for event in seen] == ["queued", "running", "succeeded"]
-    assert seen[-1].job == client.job(job.id)
+        received = list(events)
+    assert [event.status for event in received] == ["queued", "running", "succeeded"]
+    assert received[-1].job == client.job(job.id)
     every = read_events(server, job.id)
     assert every == [(1, "job.queued"), (2, "job.running"), (3, "job.succeeded")]
     assert [read_events(server, job.id, str(last)) for last in range(4)] == [every[last:] for last in range(4)]

@@ -23,7 +23,6 @@ from fastapi import FastAPI
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.service.admission import Admission
-from diffserve.service.endpoint import Endpoint
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
     LOOK_EVERY_S,
@@ -35,6 +34,7 @@ from diffserve.service.stored.background import (
     until_served,
     yield_to_interactive,
 )
+from diffserve.service.stored.batch_runner import Answer
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.errors import StoreError
@@ -50,7 +50,7 @@ class JobRunner:
     """Runs ``jobs``; ``endpoints`` maps paths to their handlers."""
 
     def __init__(
-        self, app: FastAPI, jobs: Jobs, owners: Owners, admission: Admission, endpoints: Mapping[str, Endpoint]
+        self, app: FastAPI, jobs: Jobs, owners: Owners, admission: Admission, endpoints: Mapping[str, Answer]
     ) -> None:
         self._app = app
         self._jobs = jobs
