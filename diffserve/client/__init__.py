@@ -47,6 +47,7 @@ from diffserve.client.images import (
     Provenance,
     UpscaledImage,
 )
+from diffserve.client.jobs import JobEvent, JobFailure, JobFields, JobStatus, StoredJob
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
     ControlNet,
@@ -141,6 +142,10 @@ __all__ = [
     "ImageTimings",
     "ImageUsage",
     "Images",
+    "JobEvent",
+    "JobFailure",
+    "JobFields",
+    "JobStatus",
     "LanguageCapabilities",
     "Limits",
     "Listed",
@@ -182,6 +187,7 @@ __all__ = [
     "StoredBatch",
     "StoredExperiment",
     "StoredFile",
+    "StoredJob",
     "Stream",
     "StreamedEditFields",
     "StreamedImageFields",

@@ -20,6 +20,7 @@ from diffserve.client.capabilities import Model, ServerCapabilities
 from diffserve.client.errors import ServerLost
 from diffserve.client.experiments import ExperimentMethods
 from diffserve.client.images import ImageMethods
+from diffserve.client.jobs import JobMethods
 from diffserve.client.responses import ResponseMethods
 from diffserve.client.stored import StoredDataMethods
 from diffserve.client.texts import TextMethods
@@ -34,7 +35,9 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[Model, ...]
 
 
-class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods, AdapterMethods):
+class AsyncClient(
+    ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods, JobMethods, AdapterMethods
+):
     """Asynchronous client of a diffserve server, for asyncio.
 
     It raises the same exceptions as ``Client``. Methods that return an ``AsyncStream`` are not coroutines: enter the
@@ -308,6 +311,15 @@ class Client:
     cancel_experiment = _blocking(AsyncClient.cancel_experiment)
     delete_experiment = _blocking(AsyncClient.delete_experiment)
     experiment_file = _blocking(AsyncClient.experiment_file)
+    begin_job = _blocking(AsyncClient.begin_job)
+    put_job = _blocking(AsyncClient.put_job)
+    jobs = _blocking(AsyncClient.jobs)
+    job = _blocking(AsyncClient.job)
+    job_events = _opening(AsyncClient.job_events)
+    job_result = _blocking(AsyncClient.job_result)
+    cancel_job = _blocking(AsyncClient.cancel_job)
+    retry_job = _blocking(AsyncClient.retry_job)
+    delete_job = _blocking(AsyncClient.delete_job)
     loras = _blocking(AsyncClient.loras)
     prompt_styles = _blocking(AsyncClient.prompt_styles)
     control_map = _blocking(AsyncClient.control_map)

@@ -143,7 +143,7 @@ class AsyncStream(Generic[EventT]):
     async def __aenter__(self) -> Self:
         try:
             response = self._response = await self._http.send(self._request, stream=True)
-            if response.status_code != httpx.codes.OK:
+            if not response.is_success:
                 await response.aread()
                 raise error_of_answer(self._url, response)
         except httpx.HTTPError as error:
@@ -210,7 +210,7 @@ class HttpClient:
             response = await self._http.request(method, path, content=body, headers=sent_headers)
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
-        if response.status_code != httpx.codes.OK:
+        if not response.is_success:
             raise error_of_answer(self.url, response)
         return response.content
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -64,6 +64,8 @@ from diffserve.service.stored.experiments import ExperimentBody, ExperimentRoute
 from diffserve.service.stored.files import FilePictures, FileRoutes
 from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
+from diffserve.service.stored.job_runner import JobRunner
+from diffserve.service.stored.jobs import JobBody, JobRoutes
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
@@ -77,6 +79,7 @@ from diffserve.store.database import Database
 from diffserve.store.experiments import Experiments
 from diffserve.store.files import Files
 from diffserve.store.history import History
+from diffserve.store.jobs import Jobs as DurableJobs
 from diffserve.store.replies import Replies
 from diffserve.store.usage import Usage
 from diffserve.version import __version__
@@ -199,6 +202,7 @@ def create_app(
         UsageRoutes(app, usage, book, owners)
     if database is not None and files is not None:
         _add_stored(app, database, files, owners, admission, engine.metrics)
+        _add_jobs(app, DurableJobs(database), owners, admission)
         _add_experiments(app, Experiments(database), owners, context, checks.safety)
     if page is not None:
         app.router.routes.append(page)
@@ -364,6 +368,18 @@ def _add_stored(
     app.state.background_tasks.append(runner.run_for_ever)
 
 
+def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admission) -> None:
+    """Add the routes of jobs, which may call every endpoint that submits work."""
+    runner = JobRunner(app, jobs, owners, admission, app.state.endpoints)
+    routes = JobRoutes(app, jobs, owners, runner, app.state.offers)
+    _post(app, "/v1/jobs", routes.create, JobBody, "Create a job: a request that survives restarts", needs_engine=False)
+    _post(
+        app, "/v1/jobs/{job_id}", routes.put, JobBody, "Create a job with an ID of your own",
+        needs_engine=False, method="PUT",
+    )  # fmt: skip
+    app.state.background_tasks.append(runner.run_for_ever)
+
+
 def _add_experiments(
     app: FastAPI, experiments: Experiments, owners: Owners, context: ServiceContext, safety: Safety | None
 ) -> None:
@@ -383,8 +399,9 @@ def _post(
     *,
     uploads: Mapping[str, Any] | None = None,
     needs_engine: bool = True,
+    method: Literal["POST", "PUT"] = "POST",
 ) -> None:
-    """Add a POST route for ``endpoint``, which takes the bare request.
+    """Add a POST or PUT route for ``endpoint``, which takes the bare request.
 
     The body is read and checked by ``http.bodies``, not by FastAPI: limits on size, rate and JSON shape apply before
     parsing.
@@ -397,6 +414,7 @@ def _post(
         summary: One line for the API description.
         uploads: Schemas of files in a multipart form, whose other fields are the body's.
         needs_engine: Whether requests are refused before their body is read while the engine is not ready.
+        method: The HTTP method.
     """
     is_work = body is not None and needs_engine
 
@@ -426,7 +444,8 @@ def _post(
             form = schema | {"title": f"{schema['title']}Form", "properties": {**uploads, **fields}}
             content[MEDIA_TYPE] = {"schema": form}
         described = {"parameters": [PARAMETER], "requestBody": {"required": True, "content": content}}
-    app.post(path, summary=summary, openapi_extra=described)(answer if body is None else answer_once)
+    add = app.post if method == "POST" else app.put
+    add(path, summary=summary, openapi_extra=described)(answer if body is None else answer_once)
 
 
 async def _reply(request: Request, error: Exception) -> Response:

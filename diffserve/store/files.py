@@ -147,8 +147,7 @@ class Files:
         Raises:
             OSError: They do not fit.
         """
-        if shutil.disk_usage(self.folder).free - num_bytes < SPARE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        require_room(self.folder, num_bytes)
 
     def require_share(self, owner: str) -> None:
         """Check that ``owner`` may store more files.
@@ -190,6 +189,16 @@ class Files:
             raise InvalidRequest(
                 f"{usage}, and {num_bytes} more exceed the limit; delete some.", param="file", code="files_full"
             )
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Check that ``num_bytes`` fit on the disk of ``folder`` without using the reserved space.
+
+    Raises:
+        OSError: They do not fit.
+    """
+    if shutil.disk_usage(folder).free - num_bytes < SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def new_file_id() -> str:

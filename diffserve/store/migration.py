@@ -13,8 +13,8 @@ from diffserve.store.errors import StoreError
 from diffserve.store.schema import REVISIONS
 
 FOLDER: Final = Path(__file__).with_name("migrations")
-LAST_USER_VERSION: Final = 6
-"""Versions up to this one are counted by SQLite's ``user_version``, later ones by Alembic's revisions."""
+LAST_USER_VERSION: Final = 7
+"""Highest ``user_version`` of SQLite; Alembic's revisions count the schemas from 6 on."""
 
 MAX_CHECKED_BYTES: Final = 64 << 20
 """SQLite files up to this size are checked for damage when they are opened."""

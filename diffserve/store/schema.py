@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import REAL, BigInteger, Column, Double, Index, Integer, LargeBinary, MetaData, Table, Text, text
+from sqlalchemy import (
+    REAL,
+    BigInteger,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001",)
+REVISIONS: Final = ("0001", "0002")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -15,7 +29,7 @@ FLOAT: Final[TypeEngine[Any]] = Double().with_variant(REAL(), "sqlite")
 metadata = MetaData()
 
 
-def _table(name: str, *parts: Column[Any] | Index, has_number: bool = False, has_rowid: bool = True) -> Table:
+def _table(name: str, *parts: SchemaItem, has_number: bool = False, has_rowid: bool = True) -> Table:
     """Define a table; with ``has_number``, its primary key counts the rows in the order of their insertion."""
     number = [Column("number", INTEGER, primary_key=True)] if has_number else []
     return Table(
@@ -149,5 +163,27 @@ experiments = _table(
     Column("estimated_s", FLOAT),
     Index("experiments_by_owner", "owner", "number"),
     Index("experiments_by_status", "status"),
+    has_number=True,
+)
+jobs = _table(
+    "jobs",
+    _text("id"),
+    _text("owner"),
+    _text("endpoint"),
+    _text("body"),
+    _text("status"),
+    _text("error"),
+    _text("events"),
+    _text("holder"),
+    _integer("token"),
+    _integer("attempts"),
+    _integer("losses"),
+    _seconds("created_s"),
+    _seconds("expires_s"),
+    _integer("result_status"),
+    _integer("result_bytes"),
+    UniqueConstraint("owner", "id"),
+    Index("jobs_by_owner", "owner", "number"),
+    Index("jobs_by_status", "status", "number"),
     has_number=True,
 )

@@ -30,7 +30,7 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.responses.response_plan import FROM_ELSEWHERE
 from diffserve.service.safety import Safety
 from tests.conftest import SERVER_CONFIG
-from tests.service.server import ROOT, START_S, RunningServer, running_server, wait_for
+from tests.service.server import ROOT, SOON_S, START_S, RunningServer, running_server, wait_for
 from tests.service.test_batches import begin, lines_of, send, until_over
 from tests.service.test_edits import file_of, in_base64, picture
 
@@ -75,6 +75,9 @@ NOT_PAINTING: Final = {
     *(
         "/v1/batches",
         "/v1/batches/{batch_id}/cancel",
+        "/v1/jobs",
+        "/v1/jobs/{job_id}/cancel",
+        "/v1/jobs/{job_id}/retry",
         "/v1/files",
         "/v1/experiments/{experiment_id}/cancel",
         "/login",
@@ -82,7 +85,7 @@ NOT_PAINTING: Final = {
     ),
     "/controlnet/detect",
 }
-"""Batches paint through the paths above. The vectors of ``/v1/embeddings`` cannot be painted from."""
+"""Batches and jobs paint through the paths above. The vectors of ``/v1/embeddings`` cannot be painted from."""
 
 NO_TEXTS: Final = {
     *("model", "size", "quality", "user", "safety_identifier", "service_tier", "moderation", "style"),
@@ -240,6 +243,15 @@ def test_each_prompt_of_a_prompt_matrix_is_judged(filtered: RunningServer) -> No
     fields = {"samplers": "ddim", "steps": [2], "num_seeds": 1, "axes": {"prompt": "a {red|forbidden} fox"}}
     answer = filtered.client.post("/v1/experiments", json=fields)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "moderation_blocked")
+
+
+@pytest.mark.slow
+def test_the_prompt_of_a_job_is_judged(filtered: RunningServer) -> None:
+    fields = {"endpoint": "/v1/images/generations", "body": {"prompt": "a forbidden fox"}}
+    name = filtered.client.post("/v1/jobs", json=fields).json()["id"]
+    path = f"/v1/jobs/{name}"
+    wait_for(lambda: filtered.client.get(path).json()["status"] == "failed", SOON_S, "the job's end")
+    assert filtered.client.get(path).json()["error"]["code"] == "moderation_blocked"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from diffserve.store.database import FILE, PageSelection
 from diffserve.store.experiments import Experiments
 from diffserve.store.files import Files
 from diffserve.store.history import EntryFilter, History
-from diffserve.store.migration import FOLDER
+from diffserve.store.migration import FOLDER, LAST_USER_VERSION
 from diffserve.store.replies import Replies, Reply
 from diffserve.store.schema import REVISIONS, metadata
 from diffserve.store.usage import Usage, UsageCounts
@@ -59,7 +59,7 @@ def test_every_old_database_keeps_its_rows(tmp_path: Path, version: int) -> None
             name: connection.execute(select(func.count()).select_from(table)).scalar_one()
             for name, table in metadata.tables.items()
         }
-    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5}
+    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5, "jobs": 7}
     assert num_rows == {name: int(version >= first_versions.get(name, 2)) for name in metadata.tables}
     with closing(sqlite3.connect(tmp_path / f"{FILE}.version-{version}")) as backup:
         assert backup.execute("PRAGMA user_version").fetchone() == (version,)
@@ -100,6 +100,21 @@ def test_migrations_lead_to_the_schema_of_the_tables(database: Database) -> None
     assert [revision.revision for revision in script.walk_revisions()][::-1] == list(REVISIONS)
 
 
+def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: Path) -> None:
+    create_old_database(tmp_path, len(MIGRATIONS))
+    Database(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:  # as revision 0001 left it
+        connection.execute("DROP TABLE jobs")
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+        connection.execute("PRAGMA user_version = 6")
+    assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]
+    with closing(sqlite3.connect(tmp_path / f"{FILE}.0001")) as backup:
+        assert backup.execute("SELECT version_num FROM alembic_version").fetchone() == ("0001",)
+        assert backup.execute("SELECT name FROM keys").fetchone() == ("app",)
+    with closing(sqlite3.connect(tmp_path / FILE)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (LAST_USER_VERSION,)
+
+
 def test_a_newer_database_is_refused_with_the_command_that_upgrades(open_database: OpenDatabase) -> None:
     database = open_database()
     with database.writing() as connection:
@@ -113,9 +128,9 @@ def test_a_newer_database_is_refused_with_the_command_that_upgrades(open_databas
 def test_a_newer_user_version_is_refused(tmp_path: Path) -> None:
     create_old_database(tmp_path, len(MIGRATIONS))
     with closing(sqlite3.connect(tmp_path / FILE)) as connection:
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+        connection.execute(f"PRAGMA user_version = {LAST_USER_VERSION + 1}")
     content = (tmp_path / FILE).read_bytes()
-    with pytest.raises(ConfigError, match=r"was written by a newer diffserve \(version 7"):
+    with pytest.raises(ConfigError, match=r"was written by a newer diffserve \(version 8"):
         Database(tmp_path)
     assert (tmp_path / FILE).read_bytes() == content
 

@@ -57,7 +57,7 @@ PICTURE_BODY_BYTES: Final = 6 << 20
 """Limit on JSON bodies that may have images; without the images the limit is ``TEXT_BODY_BYTES``."""
 WITH_PICTURES: Final = "/images/generations"
 OF_PICTURES: Final = (
-    *("/images/edits", "/images/variations", "/images/upscale", "/provenance/verify", "/responses"),
+    *("/images/edits", "/images/variations", "/images/upscale", "/provenance/verify", "/responses", "/jobs"),
     *("/chat/completions", "/sdapi/v1/", "/controlnet/detect"),
 )
 """Paths whose JSON bodies have the same limit as uploads."""

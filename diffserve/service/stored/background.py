@@ -10,11 +10,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.types import Message
 
 from diffserve.api.errors import EngineUnavailable, QueueFull
-from diffserve.service.admission import Admission
+from diffserve.api.types import new_request_id
+from diffserve.service.admission import BATCH, Admission
 from diffserve.service.engine.engines import Engines
+from diffserve.service.http.errors import reply_to
 from diffserve.service.threads import BATCHES
 
 LOOK_EVERY_S: Final = 2.0
@@ -60,11 +66,11 @@ async def yield_to_interactive(admission: Admission) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def until_served(engine: Engines, work: Callable[[], Awaitable[T]]) -> T:
+async def until_served(engine: Engines, work: Callable[[], Awaitable[T]], max_losses: int = MAX_LOSSES) -> T:
     """Return the result of ``work``, which is repeated while queues are full and engines are missing.
 
     Raises:
-        EngineUnavailable: ``MAX_LOSSES`` engines were lost during the work.
+        EngineUnavailable: ``max_losses`` engines were lost during the work.
     """
     num_losses = 0
     while True:
@@ -75,7 +81,7 @@ async def until_served(engine: Engines, work: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(min(max(full.retry_after_s, POLL_S), MAX_RETRY_S))
         except EngineUnavailable:
             num_losses += was_ready
-            if num_losses >= MAX_LOSSES:
+            if num_losses >= max_losses:
                 raise
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -90,3 +96,52 @@ async def run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -
         if task.done() and not task.cancelled():
             task.exception()  # marks the error as retrieved; the caller is cancelled
         raise
+
+
+class Answered(NamedTuple):
+    """Response of an endpoint to a request of background work."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+def error_answer(error: Exception, request_id: str) -> Answered:
+    """Return the response that an endpoint would give for ``error``."""
+    reply = reply_to(error)
+    return Answered(reply.status, request_id, reply.body)
+
+
+def request_of(app: FastAPI, endpoint: str, body: bytes, owner: str) -> Request:
+    """Build a request with ``body`` for ``endpoint`` on behalf of the key ``owner``, with the priority batch."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in messages:
+            return message
+        await asyncio.Event().wait()  # the client of background work never disconnects
+        raise AssertionError
+
+    state = {
+        "request_id": new_request_id(),
+        "key_id": owner,
+        "client": f"{BATCH}{owner}",
+        "priority": "batch",
+    }
+    scope: dict[str, Any] = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": endpoint,
+        "raw_path": endpoint.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "client": None,
+        "server": None,
+        "app": app,
+        "path_params": {},
+        "state": state,
+    }
+    return Request(scope, receive)

@@ -14,22 +14,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.types import new_request_id
-from diffserve.service.admission import BATCH, Admission
-from diffserve.service.http.errors import log_failure, reply_to
+from diffserve.service.admission import Admission
+from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
     LOOK_EVERY_S,
     MAX_RETRY_S,
+    Answered,
+    error_answer,
     folder_lock,
+    request_of,
     run_to_end,
     until_served,
     yield_to_interactive,
@@ -206,16 +208,16 @@ class BatchRunner:
         answer_of_line = await self._answer(batch, bytes(line_request.body))
         return line_done(number, line_request.custom_id, answer_of_line)
 
-    async def _answer(self, batch: Batch, body: bytes) -> LineAnswer:
+    async def _answer(self, batch: Batch, body: bytes) -> Answered:
         """Return the response to ``body``; full queues and missing engines are retried."""
         request_id = ""
 
-        async def work() -> LineAnswer:
+        async def work() -> Answered:
             nonlocal request_id
-            request = self._request(batch, body)
+            request = request_of(self._app, batch.endpoint, body, batch.owner)
             request_id = request.state.request_id
             answer = await self._endpoints[batch.endpoint](request)
-            return LineAnswer(answer.status_code, request_id, bytes(answer.body))
+            return Answered(answer.status_code, request_id, bytes(answer.body))
 
         try:
             return await until_served(self._app.state.engine, work)
@@ -224,53 +226,11 @@ class BatchRunner:
                 log_failure(log, "a line of a batch failed", error, request_id=request_id)
             return error_answer(error, request_id)
 
-    def _request(self, batch: Batch, body: bytes) -> Request:
-        """Build a request with ``body`` on behalf of the batch's key, with the priority batch."""
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def receive() -> Message:
-            for message in messages:
-                return message
-            await asyncio.Event().wait()  # the client of a batch line never disconnects
-            raise AssertionError
-
-        state = {
-            "request_id": new_request_id(),
-            "key_id": batch.owner,
-            "client": f"{BATCH}{batch.owner}",
-            "priority": "batch",
-        }
-        scope: dict[str, Any] = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": batch.endpoint,
-            "raw_path": batch.endpoint.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
-            "client": None,
-            "server": None,
-            "app": self._app,
-            "path_params": {},
-            "state": state,
-        }
-        return Request(scope, receive)
-
     async def _expire_lines(self, batch: Batch) -> None:
         """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
         await run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
-
-
-class LineAnswer(NamedTuple):
-    """Response of an endpoint to one line."""
-
-    status: int
-    request_id: str
-    body: bytes
 
 
 def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
@@ -284,7 +244,7 @@ def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
         ]
 
 
-def line_done(number: int, name: str | None, answer: LineAnswer) -> LineDone:
+def line_done(number: int, name: str | None, answer: Answered) -> LineDone:
     """Format the output of line ``number`` with the custom ID ``name``."""
     body = answer.body if b"\n" not in answer.body else msgspec.json.encode(msgspec.json.decode(answer.body))
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(body)}
@@ -294,12 +254,6 @@ def line_done(number: int, name: str | None, answer: LineAnswer) -> LineDone:
 def _encode_line(name: str | None, response: Any, error: Any) -> bytes:
     answer = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": name, "response": response, "error": error}
     return msgspec.json.encode(answer) + b"\n"
-
-
-def error_answer(error: Exception, request_id: str) -> LineAnswer:
-    """Return the response that an endpoint would give for ``error``."""
-    reply = reply_to(error)
-    return LineAnswer(reply.status, request_id, reply.body)
 
 
 def custom_id_of(line: bytes) -> str | None:

@@ -1,0 +1,213 @@
+"""Jobs: requests that survive restarts of the server. Types of answers, and the methods of the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Unpack
+from urllib.parse import urlencode
+
+import msgspec
+
+from diffserve.client.stored import Listed, PageFields
+from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, encode_json, resource
+
+JOBS: Final = "/v1/jobs"
+JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+OVER: Final = ("succeeded", "failed", "cancelled", "expired")
+
+
+class JobFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Code and message of the error that ended a job."""
+
+    code: str
+    message: str = ""
+
+
+class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a job on the server; times are in seconds since 1970.
+
+    Attributes:
+        attempts: How often it was begun.
+        expires_at: When it expires if it has not begun.
+        has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
+    """
+
+    id: str
+    endpoint: str
+    status: JobStatus
+    error: JobFailure | None = None
+    attempts: int
+    created_at: int
+    expires_at: int
+    started_at: int | None = None
+    finished_at: int | None = None
+    has_result: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is finished."""
+        return self.status in OVER
+
+
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """State that a job entered, and when; the latest one has the whole ``job``."""
+
+    id: str
+    status: JobStatus
+    at: float
+    job: StoredJob | None = None
+
+
+class JobFields(PageFields, total=False):
+    """Filter and page selection of a list of jobs.
+
+    Attributes:
+        status: Only jobs in this state.
+        endpoint: Only jobs of this path.
+    """
+
+    status: JobStatus
+    endpoint: str
+
+
+def job_reader() -> TypedReader[JobEvent]:
+    """Return a decoder of the events of a job."""
+    ends = frozenset(f"job.{status}" for status in OVER)
+    return TypedReader(dict.fromkeys(("job.queued", "job.running", *ends), JobEvent), ends, 1)
+
+
+class JobMethods(HttpClient):
+    """Methods of the client for jobs."""
+
+    async def begin_job(self, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> StoredJob:
+        """Create a job: a request that the server runs in the background, also after a restart.
+
+        Args:
+            endpoint: Path of the request, such as /v1/images/generations.
+            body: Body of the request.
+            timeout_s: Seconds within which it must begin; None: a day.
+
+        Returns:
+            The job, which is on the disk of the server.
+
+        Raises:
+            InvalidRequest: A value is wrong.
+        """
+        return await self._call("POST", JOBS, StoredJob, _fields(endpoint, body, timeout_s))
+
+    async def put_job(
+        self, job_id: str, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> StoredJob:
+        """Create a job with an ID of your own; repeating the call, such as after a lost answer, creates no second job.
+
+        Args:
+            job_id: ID of the job, 1 to 64 letters, digits, dashes or underscores.
+            endpoint: Path of the request, such as /v1/images/generations.
+            body: Body of the request.
+            timeout_s: Seconds within which it must begin; None: a day.
+
+        Returns:
+            The job, which is on the disk of the server.
+
+        Raises:
+            InvalidRequest: A value is wrong, or the job exists with another endpoint or body.
+        """
+        return await self._call("PUT", resource(JOBS, job_id), StoredJob, _fields(endpoint, body, timeout_s))
+
+    async def jobs(self, **fields: Unpack[JobFields]) -> Listed[StoredJob]:
+        """List one page of the jobs.
+
+        Args:
+            **fields: Optional request fields, see ``JobFields``.
+
+        Returns:
+            The jobs, the newest first unless ``order`` says otherwise.
+        """
+        return await self._call("GET", f"{JOBS}?{urlencode(fields)}" if fields else JOBS, Listed[StoredJob])
+
+    async def job(self, job_id: str) -> StoredJob:
+        """Fetch the current state of a job.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job.
+
+        Raises:
+            InvalidRequest: No job has this ID.
+        """
+        return await self._call("GET", resource(JOBS, job_id), StoredJob)
+
+    def job_events(self, job_id: str) -> AsyncStream[JobEvent]:
+        """Follow a job until it is over: first the states that it has entered already.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            A stream of events; leaving it does not stop the job.
+
+        Raises:
+            InvalidRequest: No job has this ID.
+        """
+        return self._events(resource(JOBS, job_id, "events"), job_reader())
+
+    async def job_result(self, job_id: str) -> bytes:
+        """Fetch the answer of a job, which is that of the request itself.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The body of the answer, JSON.
+
+        Raises:
+            DiffserveError: The job has no result yet, or its answer is an error, which is raised.
+        """
+        return await self._fetch("GET", resource(JOBS, job_id, "result"))
+
+    async def cancel_job(self, job_id: str) -> StoredJob:
+        """Cancel a job.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is already over.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "cancel"), StoredJob)
+
+    async def retry_job(self, job_id: str) -> StoredJob:
+        """Run a job again that failed, expired or was cancelled.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is in another state.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "retry"), StoredJob)
+
+    async def delete_job(self, job_id: str) -> bool:
+        """Delete a finished job with its result.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            True if it was deleted, False if it does not exist.
+        """
+        return await self._succeeds("DELETE", resource(JOBS, job_id), "job_not_found")
+
+
+def _fields(endpoint: str, body: Mapping[str, Any], timeout_s: float | None) -> bytes:
+    """Encode the body of a request for a job."""
+    fields = {"endpoint": endpoint, "body": body}
+    return encode_json(fields if timeout_s is None else fields | {"timeout_s": timeout_s})

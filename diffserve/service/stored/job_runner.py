@@ -1,0 +1,243 @@
+"""Job runner: leases queued jobs and sends them through the normal endpoints, on behalf of their keys.
+
+Several servers with one database run jobs side by side. Each holds the lock of a file in the data folder, which the
+system releases when the process ends; the jobs of a process without a lock return to the queue at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI
+
+from diffserve.api.errors import DiffserveError, EngineUnavailable
+from diffserve.service.admission import Admission
+from diffserve.service.http.errors import log_failure
+from diffserve.service.stored.background import (
+    LOOK_EVERY_S,
+    MAX_RETRY_S,
+    Answered,
+    error_answer,
+    request_of,
+    run_to_end,
+    until_served,
+    yield_to_interactive,
+)
+from diffserve.service.stored.batch_runner import Answer
+from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import FILES, LISTINGS
+from diffserve.store.errors import StoreError
+from diffserve.store.jobs import Job, Jobs
+
+JOBS_AT_ONCE: Final = 8
+SWEEP_EVERY_S: Final = 30.0
+
+log = logging.getLogger("diffserve.jobs")
+
+
+class JobRunner:
+    """Runs ``jobs``; ``endpoints`` maps paths to their handlers."""
+
+    def __init__(
+        self, app: FastAPI, jobs: Jobs, owners: Owners, admission: Admission, endpoints: Mapping[str, Answer]
+    ) -> None:
+        self._app = app
+        self._jobs = jobs
+        self._owners = owners
+        self._admission = admission
+        self._endpoints = endpoints
+        self._holder = secrets.token_hex(8)
+        self._wakeup = asyncio.Event()
+        self._tasks: dict[int, tuple[Job, asyncio.Task[None]]] = {}
+        self.changed = asyncio.Event()
+        self.is_stopping = False
+
+    def wake(self) -> None:
+        """Look for new jobs now, and tell waiting readers that something may have changed."""
+        self._wakeup.set()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def stop(self, job: Job) -> None:
+        """Stop the work of a job that was cancelled."""
+        if job.number in self._tasks:
+            self._tasks[job.number][1].cancel()
+        self.wake()
+
+    async def run_for_ever(self) -> None:
+        """Run queued jobs until cancelled; unfinished ones then return to the queue."""
+        try:
+            async with _holding(self._jobs.folder, self._holder):
+                await self._run_all()
+        finally:
+            self.is_stopping = True
+            self.wake()
+
+    async def _run_all(self) -> None:
+        swept_s = -SWEEP_EVERY_S
+        try:
+            while True:
+                self._wakeup.clear()
+                try:
+                    if time.monotonic() - swept_s >= SWEEP_EVERY_S:
+                        swept_s = time.monotonic()
+                        await FILES.run(self._jobs.sweep)
+                    await self._reclaim()
+                    await self._stop_changed()
+                    await self._claim()
+                except (OSError, StoreError) as error:
+                    log.error("jobs cannot be read", extra={"reason": type(error).__name__})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._wakeup.wait()
+        finally:
+            running = [task for _, task in self._tasks.values()]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            with suppress(OSError, StoreError):
+                await run_to_end(self._jobs.drain_all, self._holder)
+
+    async def _reclaim(self) -> None:
+        alive = await FILES.run(_holders, self._jobs.folder)
+        for name in await LISTINGS.run(self._jobs.reclaim, {*alive, self._holder}):
+            log.warning("the server that ran a job has ended; it runs again", extra={"job": name})
+
+    async def _stop_changed(self) -> None:
+        """Stop the work of jobs that were cancelled through another server."""
+        states = await LISTINGS.run(self._jobs.states, list(self._tasks)) if self._tasks else {}
+        for number, (job, task) in list(self._tasks.items()):
+            if states.get(number, ("running", job.token)) != ("running", job.token):
+                task.cancel()
+
+    async def _claim(self) -> None:
+        while len(self._tasks) < JOBS_AT_ONCE:
+            job = await run_to_end(self._jobs.claim, self._holder)
+            if job is None:
+                return
+            task = asyncio.create_task(self._run(job), name=f"job {job.number}")
+            self._tasks[job.number] = job, task
+            task.add_done_callback(partial(self._forget, job.number))
+            self.wake()
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._tasks.pop(number, None)
+        self.wake()
+
+    async def _run(self, job: Job) -> None:
+        """Run a leased job; after errors of disk or database, and when the server drains, it returns to the queue."""
+        facts = {"job": job.id, "endpoint": job.endpoint}
+        try:
+            await yield_to_interactive(self._admission)
+            await self._finish(job)
+            log.info("job finished", extra=facts)
+        except EngineUnavailable as error:
+            log.error("a job lost its engine", extra=facts | {"reason": error.code})
+            await run_to_end(self._jobs.release, job, is_engine_lost=True)
+        except asyncio.CancelledError:
+            with suppress(OSError, StoreError):
+                await run_to_end(self._jobs.drain, job)
+            raise
+        except (OSError, StoreError) as error:
+            log.error("a job waits", extra=facts | {"reason": type(error).__name__})
+            await asyncio.sleep(MAX_RETRY_S)
+            with suppress(OSError, StoreError):
+                await run_to_end(self._jobs.release, job)
+        except Exception:
+            log.exception("a job failed", extra=facts)
+            with suppress(OSError, StoreError):
+                await run_to_end(self._jobs.finish, job, "failed", None, "internal_error: internal server error.")
+
+    async def _finish(self, job: Job) -> None:
+        if not self._owners.is_good(job.owner):
+            error = "invalid_key: its API key is not valid any more."
+            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            return
+        if job.endpoint not in self._endpoints:
+            error = f"unknown_endpoint: {job.endpoint} is not supported any more."
+            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            return
+        answer = await self._answer(job)
+        status, error = ("succeeded", "") if answer.status < 400 else ("failed", _error_of(answer))
+        await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error)
+
+    async def _answer(self, job: Job) -> Answered:
+        """Return the response to a job; full queues are retried.
+
+        Raises:
+            EngineUnavailable: The engine was lost during the work.
+        """
+        request_id = ""
+
+        async def work() -> Answered:
+            nonlocal request_id
+            request = request_of(self._app, job.endpoint, job.body.encode(), job.owner)
+            request_id = request.state.request_id
+            answer = await self._endpoints[job.endpoint](request)
+            return Answered(answer.status_code, request_id, bytes(answer.body))
+
+        try:
+            return await until_served(self._app.state.engine, work, max_losses=1)
+        except EngineUnavailable:
+            raise
+        except Exception as error:
+            if not isinstance(error, DiffserveError):
+                log_failure(log, "a job failed", error, request_id=request_id)
+            return error_answer(error, request_id)
+
+
+@asynccontextmanager
+async def _holding(folder: Path, holder: str) -> AsyncIterator[None]:
+    """Hold the lock file of ``holder`` for the block; its jobs are its own as long as it is locked."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new, path = folder / f"{holder}.new", folder / f"{holder}.lock"
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(path)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _holders(folder: Path) -> set[str]:
+    """Return the names of the processes that hold a lock, and remove the lock files of those that have ended."""
+    alive = set()
+    for path in folder.glob("*.lock"):
+        with suppress(FileNotFoundError), path.open("r+b") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                alive.add(path.stem)
+    return alive
+
+
+class _ErrorObject(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorObject = msgspec.field(default_factory=_ErrorObject)
+
+
+def _error_of(answer: Answered) -> str:
+    """Return code and message of an error response."""
+    try:
+        error = msgspec.json.decode(answer.body, type=_ErrorBody).error
+    except msgspec.MsgspecError:
+        error = _ErrorObject()
+    return f"{error.code or 'error'}: {error.message or f'the answer has the status {answer.status}.'}"

@@ -1,0 +1,236 @@
+"""``/v1/jobs``: single requests that survive restarts; the answer is kept and fetched later."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+from fastapi import FastAPI, Query
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.service.http.bodies import Body, parse, show
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.routing import After, Order, error_responses
+from diffserve.service.http.streams import Events, EventStreamResponse
+from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body
+from diffserve.service.models import Offer
+from diffserve.service.stored.batch_runner import is_stream
+from diffserve.service.stored.files import list_response
+from diffserve.service.stored.job_runner import JobRunner
+from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import FILES, LISTINGS
+from diffserve.store.batch_input import path_of
+from diffserve.store.database import PageSelection
+from diffserve.store.jobs import Job, JobFilter, Jobs, Status
+
+DEFAULT_TIMEOUT_S: Final = 24 * 3600.0
+LOOK_EVERY_S: Final = 1.0
+STREAM_S: Final = 24 * 3600.0
+_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
+
+
+class JobBody(Body):
+    """The body of ``POST /v1/jobs``."""
+
+    model_config = ConfigDict(title="CreateJobRequest")
+    hints: ClassVar[dict[str, str]] = {
+        "endpoint": "give the path of a request, such as /v1/images/generations",
+        "body": "give the JSON body of that request as an object",
+    }
+
+    endpoint: Annotated[str, Field(max_length=200, description="Path of the request, such as /v1/images/generations.")]
+    body: Annotated[dict[str, Any], Field(description="JSON body of the request; stream must be false.")]
+    timeout_s: Annotated[
+        float | None,
+        Field(
+            ge=1, le=7 * 24 * 3600, description="Seconds within which it must begin, else it expires; a day if unset."
+        ),
+    ] = None
+
+
+class JobRoutes:
+    """Routes of ``jobs``, which ``runner`` runs; ``offers`` are the bodies of the endpoints that a job may call."""
+
+    def __init__(
+        self, app: FastAPI, jobs: Jobs, owners: Owners, runner: JobRunner, offers: Mapping[str, Offer]
+    ) -> None:
+        self._jobs = jobs
+        self._owners = owners
+        self._runner = runner
+        self._offers = offers
+        path = "/v1/jobs/{job_id}"
+        app.get("/v1/jobs", summary="List jobs")(self.list_jobs)
+        app.get(path, summary="Describe a job")(self.retrieve)
+        app.get(f"{path}/result", summary="The answer of a finished job", responses=error_responses(409))(self.result)
+        stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+        app.get(f"{path}/events", summary="States of a job as it enters them", responses=stream)(self.events)
+        app.post(f"{path}/cancel", summary="Cancel a job", responses=error_responses(409))(self.cancel)
+        app.post(f"{path}/retry", summary="Run a job again", responses=error_responses(409))(self.retry)
+        app.delete(path, summary="Delete a finished job", responses=error_responses(409))(self.delete)
+
+    async def create(self, request: Request) -> Response:
+        """Create a job. The answer has the status 202 and is sent after the job is on the disk."""
+        return await self._create(request, f"job_{secrets.token_hex(16)}")
+
+    async def put(self, request: Request) -> Response:
+        """Create the job with this ID, or answer with the one that exists if its endpoint and body are the same."""
+        name = str(request.path_params["job_id"])
+        if not _ID.fullmatch(name):
+            rule = "must be 1 to 64 letters, digits, dashes or underscores, starting with a letter or digit"
+            raise InvalidRequest(f"the ID of a job {rule}, got {show(name)}.", param="id")
+        return await self._create(request, name)
+
+    async def _create(self, request: Request, name: str) -> Response:
+        owner = self._owners.of(request)
+        body = await read_body(request, JobBody)
+        endpoint = body.endpoint if body.endpoint in self._offers else path_of(body.endpoint)
+        if endpoint not in self._offers:
+            message = f"endpoint is {show(body.endpoint)}; jobs support {', '.join(sorted(self._offers))}."
+            raise InvalidRequest(message, param="endpoint")
+        content = msgspec.json.encode(body.body)
+        if is_stream(msgspec.Raw(content)):
+            message = "stream is true; jobs do not stream, leave it out and read the events of the job."
+            raise InvalidRequest(message, param="stream", code="unsupported_value")
+        await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
+        timeout_s = body.timeout_s or DEFAULT_TIMEOUT_S
+        about = (owner, name, endpoint, content.decode(), timeout_s)
+        try:
+            job, is_new = await LISTINGS.run(self._jobs.add, *about)
+        except InvalidRequest as error:
+            if error.code == "job_exists":
+                raise HttpError(409, error.message, code="job_exists") from None
+            raise
+        self._runner.wake()
+        return JSONResponse(job_object(job), status_code=202 if is_new else 200)
+
+    async def list_jobs(
+        self,
+        request: Request,
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+        status: Annotated[list[Status] | None, Query(description="Only these states; may be repeated.")] = None,
+        endpoint: Annotated[str, Query(max_length=200, description="Only jobs of this path.")] = "",
+    ) -> Response:
+        """List the jobs of the key, page by page."""
+        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
+        page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
+        return list_response(page, job_object)
+
+    async def retrieve(self, request: Request, job_id: str) -> Response:
+        """Answer with the state of a job."""
+        return JSONResponse(job_object(await self._job_of(request, job_id)))
+
+    async def result(self, request: Request, job_id: str) -> Response:
+        """Answer with status and body that the request itself would have had."""
+        job = await self._job_of(request, job_id)
+        if not job.result_status:
+            message = f"{job.id} is {job.status} and has no result{f': {job.error}' if job.error else '.'}"
+            raise HttpError(409, message, code="no_result")
+        try:
+            body = await FILES.run(self._jobs.result, job)
+        except FileNotFoundError:
+            raise HttpError(404, f"the result of {job.id} was removed.", code="result_not_found") from None
+        return Response(body, job.result_status, media_type="application/json")
+
+    async def events(self, request: Request, job_id: str) -> Response:
+        """Stream the states of a job until it is over; after ``Last-Event-ID`` only the later ones."""
+        job = await self._job_of(request, job_id)
+        last = request.headers.get("last-event-id", "0")
+        if not (last.isascii() and last.isdigit() and len(last) < 10):
+            raise InvalidRequest(f"Last-Event-ID is {show(last)}; give the id of an event of this job.")
+        with ExitStack() as stack:
+            interrupted = stack.enter_context(interruption(request))
+            events = self._stream(job, int(last))
+            return await EventStreamResponse(events, interrupted, stack.pop_all(), limit_s=STREAM_S).opened()
+
+    async def _stream(self, job: Job, num_sent: int) -> Events:
+        while True:
+            changed = self._runner.changed
+            entered = job.entered
+            for index, (status, at) in enumerate(entered[num_sent:], start=num_sent + 1):
+                data = {"type": f"job.{status}", "id": job.id, "status": status, "at": at}
+                if index == len(entered):
+                    data["job"] = job_object(job)
+                yield f"id: {index}\nevent: job.{status}\n".encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+            num_sent = max(num_sent, len(entered))
+            if job.is_over:
+                return
+            if self._runner.is_stopping:
+                raise Draining("the server is shutting down; the job continues when it is back.")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await changed.wait()
+            current = await LISTINGS.run(self._jobs.get, job.owner, job.id)
+            if current is None:
+                raise _not_found(job.id)
+            job = current
+
+    async def cancel(self, request: Request, job_id: str) -> Response:
+        """Cancel a job; one that runs is stopped within a step. The call can be repeated."""
+        job = await self._job_of(request, job_id)
+        cancelled = await LISTINGS.run(self._jobs.cancel, job.owner, job.id)
+        if cancelled is None:
+            raise _not_found(job.id)
+        if cancelled.status != "cancelled":
+            message = f"{job.id} is {cancelled.status}; there is nothing to cancel."
+            raise HttpError(409, message, code="job_over")
+        self._runner.stop(cancelled)
+        return JSONResponse(job_object(cancelled))
+
+    async def retry(self, request: Request, job_id: str) -> Response:
+        """Run a job again that failed, expired or was cancelled; its result is removed."""
+        job = await self._job_of(request, job_id)
+        queued = await LISTINGS.run(self._jobs.retry, job.owner, job.id, job.expires_s - job.created_s)
+        if queued is None:
+            raise _not_found(job.id)
+        if job.status not in ("failed", "cancelled", "expired"):
+            message = f"{job.id} is {job.status}; only a job that failed, expired or was cancelled can run again."
+            raise HttpError(409, message, code="job_not_failed")
+        self._runner.wake()
+        return JSONResponse(job_object(queued))
+
+    async def delete(self, request: Request, job_id: str) -> Response:
+        """Delete a finished job with its result."""
+        job = await self._job_of(request, job_id)
+        if not job.is_over:
+            raise HttpError(409, f"{job.id} is {job.status}; cancel it first.", code="job_running")
+        await FILES.run(self._jobs.delete, job)
+        return JSONResponse({"id": job.id, "object": "job", "deleted": True})
+
+    async def _job_of(self, request: Request, name: str) -> Job:
+        job = await LISTINGS.run(self._jobs.get, self._owners.of(request), name)
+        if job is None:
+            raise _not_found(name)
+        return job
+
+
+def job_object(job: Job) -> dict[str, Any]:
+    """Return the API's object for ``job``."""
+    code, _, message = job.error.partition(": ")
+    times = dict(job.entered)
+    return {
+        "id": job.id,
+        "object": "job",
+        "endpoint": job.endpoint,
+        "status": job.status,
+        "error": {"code": code, "message": message} if job.error else None,
+        "attempts": job.attempts,
+        "created_at": int(job.created_s),
+        "expires_at": int(job.expires_s),
+        "started_at": int(times["running"]) if "running" in times else None,
+        "finished_at": int(times[job.status]) if job.is_over else None,
+        "has_result": job.result_status > 0,
+    }
+
+
+def _not_found(name: str) -> HttpError:
+    return HttpError(404, f"you have no job {show(name)}.", code="job_not_found")

@@ -1,0 +1,332 @@
+"""Durable jobs: a row and, once there is a result, a file for each; every job ends exactly once.
+
+States: queued, running, then succeeded, failed, cancelled or expired. A running job is leased to the process that
+``holder`` names, and ``token`` grows with every lease: a result is only taken from the holder of the current token.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, delete, func, or_, select, update
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.files import require_room
+from diffserve.store.schema import jobs
+
+FOLDER: Final = "jobs"
+KEPT_S: Final = 7 * 24 * 3600.0
+MAX_UNFINISHED: Final = 10_000
+"""Unfinished jobs per owner."""
+
+MAX_LOSSES: Final = 2
+"""A job fails when this many engines were lost while they ran it."""
+
+MAX_ATTEMPTS: Final = 10
+"""A job fails when this many servers have ended while they ran it."""
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+OVER: Final = ("succeeded", "failed", "cancelled", "expired")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Row of a job.
+
+    Attributes:
+        number: Position in the order of creation.
+        id: Name that the client or the server chose; unique for its owner.
+        body: The request body, JSON.
+        error: Code and message of a failure, with a colon between them.
+        events: JSON list of the states that it entered, each with its time in seconds since 1970.
+        holder: The process that runs it, "" if none does.
+        token: Number of leases.
+        attempts: Number of leases that were not given back by a server that drained.
+        losses: Engines that were lost while they ran it.
+        result_status: HTTP status of the result, 0 if there is none.
+        result_bytes: Length of the result's body.
+    """
+
+    number: int
+    id: str
+    owner: str
+    endpoint: str
+    body: str
+    status: Status
+    error: str
+    events: str
+    holder: str
+    token: int
+    attempts: int
+    losses: int
+    created_s: float
+    expires_s: float
+    result_status: int
+    result_bytes: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is finished."""
+        return self.status in OVER
+
+    @property
+    def entered(self) -> list[tuple[Status, float]]:
+        """The states that it entered, in order, with their times in seconds since 1970."""
+        return msgspec.json.decode(self.events, type=list[tuple[Status, float]])
+
+
+class NewJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Job to insert; its number is assigned by the database."""
+
+    id: str
+    owner: str
+    endpoint: str
+    body: str
+    status: Status
+    error: str = ""
+    events: str
+    holder: str = ""
+    token: int = 0
+    attempts: int = 0
+    losses: int = 0
+    created_s: float
+    expires_s: float
+    result_status: int = 0
+    result_bytes: int = 0
+
+
+class JobFilter(NamedTuple):
+    """Filter of a list of jobs; empty values select all."""
+
+    statuses: tuple[str, ...] = ()
+    endpoint: str = ""
+
+
+class Jobs:
+    """Table of jobs and folder of their results.
+
+    Args:
+        database: The database; results are in its data folder.
+        clock: Returns seconds since 1970.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self.folder = database.folder / FOLDER
+        self._database = database
+        self._clock = clock
+
+    def add(self, owner: str, name: str, endpoint: str, body: str, timeout_s: float) -> tuple[Job, bool]:
+        """Add a job, which is on the disk when this returns.
+
+        Args:
+            owner: The ID of the API key.
+            name: The ID of the job.
+            endpoint: The path of the request.
+            body: The body of the request, JSON.
+            timeout_s: Seconds after which it expires if it has not begun.
+
+        Returns:
+            The job, and whether it is new; an earlier one has the same endpoint and body.
+
+        Raises:
+            InvalidRequest: ``owner`` has another job with this ID, or too many unfinished ones.
+        """
+        now_s = self._clock()
+        new = NewJob(
+            id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
+            created_s=now_s, expires_s=now_s + timeout_s,
+        )  # fmt: skip
+        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.not_in(OVER))
+        with self._database.writing(exclusive=True) as connection:
+            job = find_row(connection, Job, jobs, owner=owner, id=name)
+            if job is not None:
+                if (job.endpoint, job.body) != (endpoint, body):
+                    message = f"a job {name!r} exists with another endpoint or body; choose another ID."
+                    raise InvalidRequest(message, param="id", code="job_exists")
+                return job, False
+            if connection.execute(count).scalar_one() >= MAX_UNFINISHED:
+                message = f"{MAX_UNFINISHED} jobs are unfinished, which is the limit; wait for one or cancel it."
+                raise InvalidRequest(message, code="too_many_jobs")
+            insert_row(connection, jobs, new)
+            job = find_row(connection, Job, jobs, owner=owner, id=name)
+        assert job is not None
+        return job, True
+
+    def get(self, owner: str, name: str) -> Job | None:
+        """Return ``owner``'s job with the ID ``name``, or None."""
+        with self._database.reading() as connection:
+            return find_row(connection, Job, jobs, owner=owner, id=name)
+
+    def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
+        """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
+        where: list[ColumnElement[bool]] = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
+        if job_filter.endpoint:
+            where.append(jobs.c.endpoint == job_filter.endpoint)
+        return self._database.page(Job, jobs, owner, selection, *where)
+
+    def claim(self, holder: str) -> Job | None:
+        """Lease the oldest queued job to ``holder``; None if there is none. Two processes never get the same job."""
+        oldest = select(jobs).where(jobs.c.status == "queued").order_by(jobs.c.number).limit(1)
+        with self._database.writing(exclusive=not self._database.is_postgresql) as connection:
+            row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
+            if row is None:
+                return None
+            job = read_row(Job, row)
+            return self._move(connection, job, "running", holder=holder, token=job.token + 1, attempts=job.attempts + 1)
+
+    def finish(self, job: Job, status: Status, result: tuple[int, bytes] | None = None, error: str = "") -> bool:
+        """End the leased ``job``; return False if the lease was lost, in which case nothing changes.
+
+        Args:
+            job: The job as it was claimed.
+            status: The final state.
+            result: HTTP status and body of the answer.
+            error: Code and message of a failure.
+
+        Raises:
+            OSError, StoreError: The result cannot be written; the job is still running.
+        """
+        values: dict[str, Any] = {"error": error}
+        if result is not None:
+            self._write(job, result[1])
+            values |= {"result_status": result[0], "result_bytes": len(result[1])}
+        return self._move_leased(job, status, **values)
+
+    def release(self, job: Job, *, is_engine_lost: bool = False) -> bool:
+        """Return the leased ``job`` to the queue, or fail it if it has lost too many engines or servers."""
+        losses = job.losses + is_engine_lost
+        if losses >= MAX_LOSSES or job.attempts >= MAX_ATTEMPTS:
+            is_engine = losses >= MAX_LOSSES
+            reason = f"{losses} engines were lost" if is_engine else f"{job.attempts} attempts were interrupted"
+            return self._move_leased(job, "failed", error=f"poison: {reason} while this job ran.", losses=losses)
+        return self._move_leased(job, "queued", losses=losses)
+
+    def drain(self, job: Job) -> bool:
+        """Return the leased ``job`` to the queue; the attempt does not count."""
+        return self._move_leased(job, "queued", attempts=job.attempts - 1)
+
+    def reclaim(self, alive: Collection[str]) -> list[str]:
+        """Return the jobs of holders that are not ``alive`` to the queue; the result has the IDs of those jobs."""
+        query = select(jobs).where(jobs.c.status == "running", jobs.c.holder.not_in(alive))
+        with self._database.reading() as connection:
+            lost = [read_row(Job, row) for row in connection.execute(query)]
+        return [job.id for job in lost if self.release(job)]
+
+    def drain_all(self, holder: str) -> None:
+        """Return all jobs of ``holder``, which runs none any more, to the queue; their attempts do not count."""
+        query = select(jobs).where(jobs.c.status == "running", jobs.c.holder == holder)
+        with self._database.reading() as connection:
+            held = [read_row(Job, row) for row in connection.execute(query)]
+        for job in held:
+            self.drain(job)
+
+    def cancel(self, owner: str, name: str) -> Job | None:
+        """Cancel a job unless it is over, and return it; None if there is none."""
+        return self._change(owner, name, "cancelled", ("queued", "running"), error="", holder="")
+
+    def retry(self, owner: str, name: str, timeout_s: float) -> Job | None:
+        """Return a job that failed, expired or was cancelled to the queue, and return it; None if there is none."""
+        values = {"error": "", "attempts": 0, "losses": 0, "expires_s": self._clock() + timeout_s}
+        cleared = {"result_status": 0, "result_bytes": 0}
+        return self._change(owner, name, "queued", ("failed", "cancelled", "expired"), **values, **cleared)
+
+    def delete(self, job: Job) -> None:
+        """Delete a finished job with its result."""
+        with self._database.writing() as connection:
+            is_over = jobs.c.status.in_(OVER)
+            connection.execute(delete(jobs).where(jobs.c.number == job.number, is_over))
+        for path in self.folder.glob(f"{job.number}-*"):
+            path.unlink(missing_ok=True)
+
+    def result(self, job: Job) -> bytes:
+        """Read the body of the result of ``job``.
+
+        Raises:
+            OSError: It is missing.
+        """
+        return self._path(job).read_bytes()
+
+    def states(self, numbers: Collection[int]) -> dict[int, tuple[str, int]]:
+        """Return status and token of the jobs with the given ``numbers``, by number."""
+        query = select(jobs.c.number, jobs.c.status, jobs.c.token).where(jobs.c.number.in_(numbers))
+        with self._database.reading() as connection:
+            return {row.number: (row.status, row.token) for row in connection.execute(query)}
+
+    def sweep(self) -> None:
+        """Expire queued jobs whose time has passed, and delete old finished jobs and results without a job."""
+        now_s = self._clock()
+        is_late = (jobs.c.status == "queued") & (jobs.c.expires_s <= now_s)
+        is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        with self._database.reading() as connection:
+            rows = [read_row(Job, row) for row in connection.execute(select(jobs).where(or_(is_late, is_old)))]
+        for job in rows:
+            if job.is_over:
+                self.delete(job)
+            else:
+                error = "job_expired: it did not begin in time."
+                self._change(job.owner, job.id, "expired", ("queued",), error=error)
+        with self._database.reading() as connection:
+            kept = {f"{row.number}-{row.token}" for row in connection.execute(select(jobs.c.number, jobs.c.token))}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name[0].isdigit() and path.name not in kept and now_s - path.stat().st_mtime > KEPT_S:
+                path.unlink(missing_ok=True)
+
+    def _path(self, job: Job) -> Path:
+        return self.folder / f"{job.number}-{job.token}"
+
+    def _write(self, job: Job, body: bytes) -> None:
+        """Write a result so that it is complete on the disk before its row says that it exists."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_room(self.folder, len(body))
+        part = self.folder / f"{job.number}-{job.token}.part"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._path(job))
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _move_leased(self, job: Job, status: Status, **values: Any) -> bool:
+        """Move ``job`` if it is still leased with its token."""
+        with self._database.writing(exclusive=True) as connection:
+            current = _find_locked(connection, job.owner, job.id)
+            is_leased = current is not None and (current.number, current.status, current.token) == (
+                job.number, "running", job.token,
+            )  # fmt: skip
+            if current is None or not is_leased:
+                return False
+            self._move(connection, current, status, holder="", **values)
+        return True
+
+    def _change(self, owner: str, name: str, status: Status, of: Collection[str], **values: Any) -> Job | None:
+        """Move ``owner``'s job to ``status`` if it is in one of the states ``of``, and return it."""
+        with self._database.writing(exclusive=True) as connection:
+            job = _find_locked(connection, owner, name)
+            if job is None or job.status not in of:
+                return job
+            return self._move(connection, job, status, **values)
+
+    def _move(self, connection: Connection, job: Job, status: Status, **values: Any) -> Job:
+        changes = {"status": status, "events": _events(job.entered, status, self._clock()), **values}
+        connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
+        return msgspec.structs.replace(job, **changes)
+
+
+def _find_locked(connection: Connection, owner: str, name: str) -> Job | None:
+    """Return a job that no other transaction can change before this one ends; None if there is none."""
+    query = select(jobs).where(jobs.c.owner == owner, jobs.c.id == name)
+    row = connection.execute(query.with_for_update()).first()
+    return None if row is None else read_row(Job, row)
+
+
+def _events(entered: list[tuple[Status, float]], status: Status, now_s: float) -> str:
+    return msgspec.json.encode([*entered, (status, now_s)]).decode()

@@ -1,0 +1,210 @@
+"""Jobs over HTTP: bad input, results, events, cancel and retry, and restarts after SIGKILL and SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diffserve.api.errors import DiffserveError
+from diffserve.client import Client, StoredJob
+from diffserve.store import Database, Keys
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
+
+pytestmark = pytest.mark.slow
+JOBS = "/v1/jobs"
+MODEL = Path("embedded")
+BODY = {"prompt": "a red fox", "num_inference_steps": 2, "size": "64x64", "seed": 1}
+LONG = BODY | {"num_inference_steps": 400, "size": "256x256"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(MODEL, tmp_path_factory.mktemp("jobs")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[Client]:
+    with Client(server.url) as client:
+        yield client
+
+
+def until_over(client: Client, name: str) -> StoredJob:
+    def finished() -> StoredJob | None:
+        job = client.job(name)
+        return job if job.is_over else None
+
+    return wait_for(finished, SOON_S, "the job's end")
+
+
+def test_the_result_is_the_answer_of_the_request(server: RunningServer, client: Client) -> None:
+    created = server.client.post(JOBS, json={"endpoint": "images/generations", "body": BODY})
+    assert (created.status_code, created.json()["endpoint"]) == (202, GENERATIONS)
+    assert created.json()["status"] in ("queued", "running")
+    job = until_over(client, created.json()["id"])
+    assert (job.status, job.attempts, job.error, job.has_result) == ("succeeded", 1, None, True)
+    result = server.client.get(f"{JOBS}/{job.id}/result")
+    answer = server.client.post(GENERATIONS, json=BODY)
+    assert (result.status_code, result.headers["content-type"]) == (200, "application/json")
+    assert result.json()["data"][0]["b64_json"] == answer.json()["data"][0]["b64_json"]
+    assert result.json().keys() == answer.json().keys()
+    assert client.jobs(endpoint=GENERATIONS, status="succeeded", limit=1).data[0].id == job.id
+    assert client.delete_job(job.id)
+    assert not client.delete_job(job.id)
+
+
+def test_a_job_with_an_id_of_the_client_is_created_once(server: RunningServer, client: Client) -> None:
+    fields = {"endpoint": GENERATIONS, "body": BODY}
+    answers = [server.client.put(f"{JOBS}/mine-1", json=fields) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 200]
+    other = server.client.put(f"{JOBS}/mine-1", json=fields | {"body": BODY | {"seed": 2}})
+    assert (other.status_code, error_of(other)["code"]) == (409, "job_exists")
+    assert until_over(client, "mine-1").attempts == 1
+    assert json.loads(client.job_result("mine-1"))["data"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "part"),
+    [
+        ({"endpoint": ...}, "missing_required_parameter", "endpoint", "endpoint"),
+        ({"body": ...}, "missing_required_parameter", "body", "body"),
+        ({"body": []}, "invalid_value", "body", "[]"),
+        ({"endpoint": "/v1/models"}, "invalid_value", "endpoint", "/v1/models"),
+        ({"endpoint": "/v1/jobs"}, "invalid_value", "endpoint", "/v1/jobs"),
+        ({"body": {"prompt": ""}}, "empty_prompt", "prompt", "empty"),
+        ({"body": {"prompt": "a", "n": 99}}, "invalid_value", "n", "99"),
+        ({"body": BODY | {"stream": True}}, "unsupported_value", "stream", "stream is true"),
+        ({"timeout_s": 0}, "invalid_value", "timeout_s", "0"),
+        ({"timeout_s": 1e9}, "invalid_value", "timeout_s", "1000000000"),
+    ],
+)
+def test_bad_jobs_are_refused(server: RunningServer, fields: dict[str, Any], code: str, param: str, part: str) -> None:
+    merged = {"endpoint": GENERATIONS, "body": BODY} | fields
+    answer = server.client.post(JOBS, json={name: value for name, value in merged.items() if value is not ...})
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
+    assert part in error["message"]
+
+
+def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -> None:
+    fields = {"endpoint": GENERATIONS, "body": BODY}
+    for name in ("a.b", "-a", "a" * 65, "%20", "ä"):
+        assert server.client.put(f"{JOBS}/{name}", json=fields).status_code == 400, name
+    for method, path in (("GET", ""), ("GET", "/result"), ("GET", "/events"), ("POST", "/cancel"), ("DELETE", "")):
+        assert error_of(server.client.request(method, f"{JOBS}/none{path}"))["code"] == "job_not_found"
+    assert server.client.get(f"{JOBS}?status=done").status_code == 400
+    job = client.begin_job(GENERATIONS, BODY)
+    until_over(client, job.id)
+    for path, code in (("/cancel", "job_over"), ("/retry", "job_not_failed")):
+        answer = server.client.post(f"{JOBS}/{job.id}{path}")
+        assert (answer.status_code, error_of(answer)["code"]) == (409, code)
+    bad_place = server.client.get(f"{JOBS}/{job.id}/events", headers={"Last-Event-ID": "x"})
+    assert bad_place.status_code == 400
+
+
+def test_an_error_answer_is_the_result_of_a_failed_job(server: RunningServer, client: Client) -> None:
+    body = BODY | {"loras": [{"name": "none"}]}
+    job = until_over(client, client.begin_job(GENERATIONS, body).id)
+    answer = server.client.post(GENERATIONS, json=body)
+    assert job.status == "failed"
+    assert job.error is not None
+    assert (job.error.code, job.error.message) == (error_of(answer)["code"], error_of(answer)["message"])
+    with pytest.raises(DiffserveError, match="none"):
+        client.job_result(job.id)
+
+
+def read_events(server: RunningServer, name: str, last: str | None = None) -> list[tuple[int, str]]:
+    headers = {} if last is None else {"Last-Event-ID": last}
+    ids, types = [], []
+    with server.client.stream("GET", f"{JOBS}/{name}/events", headers=headers) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("id: "):
+                ids.append(int(line.removeprefix("id: ")))
+            elif line.startswith("event: "):
+                types.append(line.removeprefix("event: "))
+    return list(zip(ids, types, strict=True))
+
+
+def test_events_continue_after_the_last_event_id(server: RunningServer, client: Client) -> None:
+    job = client.begin_job(GENERATIONS, BODY)
+    with client.job_events(job.id) as events:
+        received = list(events)
+    assert [event.status for event in received] == ["queued", "running", "succeeded"]
+    assert received[-1].job == client.job(job.id)
+    every = read_events(server, job.id)
+    assert every == [(1, "job.queued"), (2, "job.running"), (3, "job.succeeded")]
+    assert [read_events(server, job.id, str(last)) for last in range(4)] == [every[last:] for last in range(4)]
+
+
+def test_cancel_stops_the_work_and_retry_runs_it_again(server: RunningServer, client: Client) -> None:
+    job = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900})
+    wait_for(lambda: client.job(job.id).status == "running", SOON_S, "the start")
+    assert error_of(server.client.delete(f"{JOBS}/{job.id}"))["code"] == "job_running"
+    assert error_of(server.client.get(f"{JOBS}/{job.id}/result"))["code"] == "no_result"
+    assert client.cancel_job(job.id).status == client.cancel_job(job.id).status == "cancelled"
+    assert server.paint(num_steps=1).status_code == 200
+    retried = client.retry_job(job.id)
+    assert retried.status in ("queued", "running")
+    assert client.cancel_job(job.id).status == "cancelled"
+    assert client.delete_job(job.id)
+
+
+def jobs_of(url: str, text: str | None = None) -> Callable[[], list[StoredJob]]:
+    def look() -> list[StoredJob]:
+        with Client(url, api_key=text) as client:
+            return list(client.jobs(limit=100, order="asc").data)
+
+    return look
+
+
+def test_jobs_survive_a_kill_and_a_drain_and_end_once(tmp_path: Path) -> None:
+    env = {"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "data")}
+    bodies = [BODY | {"seed": seed, "num_inference_steps": 60, "size": "128x128"} for seed in range(12)]
+    with running_server(MODEL, tmp_path / "first", env=env) as server:
+        with Client(server.url) as client:
+            for number, body in enumerate(bodies):
+                client.put_job(f"job-{number}", GENERATIONS, body)
+            wait_for(lambda: client.job("job-0").is_over, SOON_S, "a job")
+        server.process.kill()
+        server.process.wait()
+    with running_server(MODEL, tmp_path / "second", env=env) as server:
+        with Client(server.url) as client:
+            client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900})
+            wait_for(lambda: client.job("job-5").is_over, SOON_S, "a job")
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(SOON_S)
+    with running_server(MODEL, tmp_path / "third", env=env) as server, Client(server.url) as client:
+        *first, long = jobs_of(server.url)()
+        assert (long.status in ("queued", "running"), long.attempts <= 1) == (True, True), "draining is no attempt"
+        client.cancel_job(long.id)
+        wait_for(lambda: server.paint().status_code == 200, SOON_S, "the engine")
+        for number, job in enumerate(first):
+            assert until_over(client, job.id).status == "succeeded"
+            answer = server.client.post(GENERATIONS, json=bodies[number])
+            assert answer.status_code == 200, answer.text
+            image = json.loads(client.job_result(job.id))["data"][0]["b64_json"]
+            assert image == answer.json()["data"][0]["b64_json"]
+            ends = [event for event in read_events(server, job.id) if event[1] == "job.succeeded"]
+            assert len(ends) == 1
+    names = [path.name for path in (tmp_path / "data" / "jobs").iterdir()]
+    assert (len(names), [name for name in names if not name[0].isdigit() or "." in name]) == (12, [])
+
+
+def test_keys_see_their_own_jobs_only_and_a_revoked_key_runs_none(tmp_path: Path) -> None:
+    keys = Keys(Database(tmp_path / "server" / "data"))
+    (first, _), (second, _) = keys.add("first"), keys.add("second")
+    with running_server(MODEL, tmp_path / "server") as server:
+        with Client(server.url, api_key=first) as client, Client(server.url, api_key=second) as other:
+            client.put_job("mine", GENERATIONS, BODY)
+            other.put_job("mine", GENERATIONS, BODY | {"seed": 2})
+            results = [json.loads(each.job_result(until_over(each, "mine").id)) for each in (client, other)]
+            images = [result["data"][0]["b64_json"] for result in results]
+            assert images[0] != images[1]
+            assert [len(each.jobs().data) for each in (client, other)] == [1, 1]
+        assert httpx.get(f"{server.url}{JOBS}").status_code == 401
