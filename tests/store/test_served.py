@@ -1,4 +1,4 @@
-"""A server whose store is PostgreSQL: work, files and keys, and another server on the same database after a kill."""
+"""Servers whose store is PostgreSQL: a batch across a kill, and jobs of two servers of which one is killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from diffserve.client import Client
 from diffserve.store import Database, Keys
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.server import GENERATIONS, running_server, wait_for
@@ -56,3 +57,28 @@ def test_a_batch_continues_on_a_new_server_and_the_password_is_not_logged(
         assert client.get("/v1/usage").json()["total"]["requests"] >= 30
     logs = [(tmp_path / folder / name).read_text() for folder in ("first", "second") for name in ("out", "err")]
     assert not any(PASSWORD in log for log in logs)
+
+
+@pytest.mark.slow
+def test_two_servers_share_jobs_and_one_finishes_those_of_a_killed_one(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    env = {
+        "DIFFSERVE_STORE_URL": postgresql.create_database(),
+        "DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "data"),
+    }
+    names = [f"job-{number}" for number in range(40)]
+    with (
+        running_server(Path("embedded"), tmp_path / "first", env=env) as first,
+        running_server(Path("embedded"), tmp_path / "second", env=env) as second,
+        Client(second.url) as client,
+    ):
+        with Client(first.url) as other:
+            for number, name in enumerate(names):
+                other.put_job(name, GENERATIONS, BODY | {"seed": number, "num_inference_steps": 40})
+            wait_for(lambda: other.job(names[0]).is_over, OVER_S, "a job")
+        assert any(not client.job(name).is_over for name in names), "jobs are left when the server is killed"
+        first.process.kill()
+        first.process.wait()
+        wait_for(lambda: all(client.job(name).is_over for name in names), OVER_S, "the jobs' end")
+        assert {client.job(name).status for name in names} == {"succeeded"}
+        images = {json.loads(client.job_result(name))["data"][0]["b64_json"] for name in names}
+        assert len(images) == len(names)
