@@ -99,7 +99,7 @@ def compare(here: Visit) -> None:
     here.part("exp-samplers").locator(".token", has_text="DDPM").locator(".token-remove").click()
     here.expect_text("exp-estimate", "2 combinations")
     here.part("exp-run").click()
-    expect(here.part("exp-grid").locator("img")).to_have_count(3)
+    expect(here.part("exp-grid").locator("img")).to_have_count(4)  # each row has the converged image
     expect(here.part("exp-stop")).to_be_hidden()
 
 
