@@ -170,14 +170,25 @@ class Jobs:
         return self._database.page(Job, jobs, owner, selection, *where)
 
     def claim(self, holder: str) -> Job | None:
-        """Lease the oldest queued job to ``holder``; None if there is none. Two processes never get the same job."""
-        oldest = select(jobs).where(jobs.c.status == "queued").order_by(jobs.c.number).limit(1)
+        """Lease a queued job to ``holder``; None if there is none. Two processes never get the same job.
+
+        The job is the oldest one of the owner with the fewest running jobs, so that nobody waits for all jobs of
+        another owner.
+        """
+        is_queued = jobs.c.status == "queued"
+        first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
+        running = select(jobs.c.owner, func.count()).where(jobs.c.status == "running").group_by(jobs.c.owner)
         with self._database.writing(exclusive=not self._database.is_postgresql) as connection:
-            row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
-            if row is None:
-                return None
-            job = read_row(Job, row)
-            return self._move(connection, job, "running", holder=holder, token=job.token + 1, attempts=job.attempts + 1)
+            num_running = {owner: count for owner, count in connection.execute(running)}
+            waiting = sorted((num_running.get(owner, 0), number, owner) for owner, number in connection.execute(first))
+            for _, _, owner in waiting:
+                oldest = select(jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
+                row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
+                if row is not None:
+                    job = read_row(Job, row)
+                    leased = {"holder": holder, "token": job.token + 1, "attempts": job.attempts + 1}
+                    return self._move(connection, job, "running", **leased)
+        return None
 
     def finish(self, job: Job, status: Status, result: tuple[int, bytes] | None = None, error: str = "") -> bool:
         """End the leased ``job``; return False if the lease was lost, in which case nothing changes.

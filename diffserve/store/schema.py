@@ -184,6 +184,6 @@ jobs = _table(
     _integer("result_bytes"),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
-    Index("jobs_by_status", "status", "number"),
+    Index("jobs_by_status", "status", "owner", "number"),
     has_number=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LONG = BODY | {"num_inference_steps": 400, "size": "256x256"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running_server(MODEL, tmp_path_factory.mktemp("jobs")) as server:
+        server.wait_until_ready()
         yield server
 
 
@@ -194,6 +196,56 @@ def test_jobs_survive_a_kill_and_a_drain_and_end_once(tmp_path: Path) -> None:
             assert len(ends) == 1
     names = [path.name for path in (tmp_path / "data" / "jobs").iterdir()]
     assert (len(names), [name for name in names if not name[0].isdigit() or "." in name]) == (12, [])
+
+
+@pytest.mark.parametrize("is_killed", ["server", "engine"])
+def test_images_of_a_job_continue_where_they_were(tmp_path: Path, is_killed: str) -> None:
+    """After the kill of a process, the new one computes fewer rows than for the same images from the start."""
+    num_steps = 120  # all of them are in the trace
+    env = {"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "data"), "DIFFSERVE_SERVE_CHECKPOINT_EVERY_S": "0.1"}
+    body = BODY | {"num_inference_steps": num_steps, "n": 2, "sampler": "euler_a"}
+    files = tmp_path / "data" / "jobs"
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server(MODEL, tmp_path / "first", env=env))
+        with Client(server.url) as client:
+            client.put_job("long", GENERATIONS, body)
+        changes = Changes(files / "1-capture-0")
+        wait_for(lambda: changes.count() > 3, SOON_S, "captured states")
+        if is_killed == "engine":
+            server.engine.kill()
+        else:
+            server.process.kill()
+            server.process.wait()
+            server = stack.enter_context(running_server(MODEL, tmp_path / "second", env=env))
+        with Client(server.url) as client:
+            job = until_over(client, "long")
+            assert (job.status, job.attempts) == ("succeeded", 2)
+            entries = json.loads(client.job_result("long"))["data"]
+        continued = rows_of_last_request(server)
+        expected = server.client.post(GENERATIONS, json=body).json()["data"]
+        undisturbed = rows_of_last_request(server)
+        assert 0 < continued < undisturbed
+        assert [entry["b64_json"] for entry in entries] == [entry["b64_json"] for entry in expected]
+        assert [path.name for path in files.iterdir() if "capture" in path.name] == []
+
+
+def rows_of_last_request(server: RunningServer) -> int:
+    """Return the number of UNet rows of the request that the engine computed last."""
+    calls: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
+    return sum(call.count(calls[-1][0]) for call in calls)
+
+
+class Changes:
+    """Counts how often a file was seen with another content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: set[int] = set()
+
+    def count(self) -> int:
+        with suppress(FileNotFoundError):
+            self._seen.add(self._path.stat().st_mtime_ns)
+        return len(self._seen)
 
 
 def test_keys_see_their_own_jobs_only_and_a_revoked_key_runs_none(tmp_path: Path) -> None:

@@ -158,3 +158,11 @@ def test_two_servers_claim_every_job_once(open_database: OpenDatabase) -> None:
     page = servers[0].page("key-1", PageSelection(100), JobFilter(("succeeded",)))
     assert page is not None
     assert {len(job.entered) for job in page[0]} == {3}
+
+
+def test_owners_take_turns(jobs: Jobs) -> None:
+    for number in range(32):
+        jobs.add("key-1", f"many-{number}", PATH, "{}", DAY_S)
+    first = claim(jobs)
+    jobs.add("key-2", "late", PATH, "{}", DAY_S)
+    assert [first.id, claim(jobs).id, claim(jobs).id] == ["many-0", "late", "many-1"]

@@ -27,6 +27,7 @@ from diffserve.models.learned_samplers import num_steps_of
 from diffserve.models.profiles import begin_with_loras
 from diffserve.models.templates import Wildcards, template_fields
 from diffserve.service.endpoint import RequestPlan
+from diffserve.service.engine.capture_files import CaptureFile
 from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
 from diffserve.service.images.image_store import ImageUrls
@@ -59,6 +60,7 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
         safety: Filter of finished images; None: no filter.
         urls: Creates URLs of images; None: images are not stored.
         history: Records images; None: no history.
+        capture_file: Keeps the state of unfinished images of a job; None: it is not kept.
     """
 
     request: GenerationRequest
@@ -74,6 +76,7 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
     safety: Safety | None = None
     urls: ImageUrls | None = None
     history: HistoryWriter | None = None
+    capture_file: CaptureFile | None = None
 
     @property
     def num_pixels(self) -> int:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
+import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 
@@ -24,6 +25,7 @@ from diffserve.media.provenance import Marks
 from diffserve.models.upscalers import UpscalerFolders
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
+from diffserve.service.engine.capture_files import CaptureFiles
 from diffserve.service.http.addresses import share_of
 from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.streams import Events
@@ -253,7 +255,8 @@ class ImageService:
         if safety is not None:
             with self._traced(plan.request.request_id, "safety"):
                 await self.encode_in_thread(0, safety.check_texts, plan.request.texts | (texts or {}))
-        return plan
+        captures: CaptureFiles | None = getattr(request.state, "captures", None)
+        return plan if captures is None else msgspec.structs.replace(plan, capture_file=captures.next())
 
     def admit(self, plan: ImagePlan) -> AbstractContextManager[Ticket]:
         """Return the slot of a plan in the backlog; entering it raises QueueFull."""
@@ -292,7 +295,11 @@ class ImageService:
         warnings = list(plan.warnings)
         blocked: ModerationBlocked | None = None
         num_completed = 0
-        async with self.engine.submit(plan.request, watch, is_whole=is_whole) as job:
+        request, file = plan.request, plan.capture_file
+        if file is not None:
+            request = msgspec.structs.replace(request, resume_from=await file.read())
+        on_capture = None if file is None else file.keep
+        async with self.engine.submit(request, watch, is_whole=is_whole, on_capture=on_capture) as job:
             async for event in job:
                 chunk: bytes | None = None
                 match event:

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.service.admission import Admission
+from diffserve.service.engine.capture_files import CaptureFiles
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
     LOOK_EVERY_S,
@@ -147,7 +148,8 @@ class JobRunner:
             await run_to_end(self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.drain, job)
+                if not await run_to_end(self._jobs.drain, job):  # the client has cancelled it
+                    await self._captures_of(job).remove()
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
@@ -158,6 +160,9 @@ class JobRunner:
             log.exception("a job failed", extra=facts)
             with suppress(OSError, StoreError):
                 await run_to_end(self._jobs.finish, job, "failed", None, "internal_error: internal server error.")
+
+    def _captures_of(self, job: Job) -> CaptureFiles:
+        return CaptureFiles(self._jobs.folder, f"{job.number}-capture-")
 
     async def _finish(self, job: Job) -> None:
         if not self._owners.is_good(job.owner):
@@ -173,28 +178,33 @@ class JobRunner:
         await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error)
 
     async def _answer(self, job: Job) -> Answered:
-        """Return the response to a job; full queues are retried.
+        """Return the response to a job, whose images continue from their captured states; full queues are retried.
 
         Raises:
             EngineUnavailable: The engine was lost during the work.
         """
         request_id = ""
+        captures = self._captures_of(job)
 
         async def work() -> Answered:
-            nonlocal request_id
+            nonlocal request_id, captures
             request = request_of(self._app, job.endpoint, job.body.encode(), job.owner)
             request_id = request.state.request_id
+            request.state.captures = captures = self._captures_of(job)
             answer = await self._endpoints[job.endpoint](request)
             return Answered(answer.status_code, request_id, bytes(answer.body))
 
         try:
-            return await until_served(self._app.state.engine, work, max_losses=1)
-        except EngineUnavailable:
+            answer = await until_served(self._app.state.engine, work, max_losses=1)
+        except (EngineUnavailable, asyncio.CancelledError):
+            await captures.settle()
             raise
         except Exception as error:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "a job failed", error, request_id=request_id)
-            return error_answer(error, request_id)
+            answer = error_answer(error, request_id)
+        await captures.remove()
+        return answer
 
 
 @asynccontextmanager

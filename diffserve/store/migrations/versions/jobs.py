@@ -32,6 +32,6 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("jobs_by_owner", "jobs", ["owner", "number"])
-    op.create_index("jobs_by_status", "jobs", ["status", "number"])
+    op.create_index("jobs_by_status", "jobs", ["status", "owner", "number"])
     if op.get_context().dialect.name == "sqlite":
         op.execute(f"PRAGMA user_version = {USER_VERSION}")
