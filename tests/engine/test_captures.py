@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diffserve.api.types import Accepted, Captured, GenerationRequest, ImageFinished, ImageResult
+from diffserve.api.types import Accepted, Captured, ImageFinished
 from diffserve.engine import Engine
 from diffserve.engine.image.capture_format import VERSION, decode_capture, encode_capture
 from diffserve.models.controlnets import Control
@@ -24,15 +24,13 @@ from diffserve.runtime import DiffusionModel
 from diffserve.settings.config import EngineConfig
 from schedulers import SAMPLERS
 from tests.engine import controlnets, loras, references
+from tests.engine.capturing import ALWAYS, captures_of, check_resumes, content, resume, spread
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request
 from tests.engine.test_hires import hires_request
 from tests.engine.test_init_images import fields_of
 from tests.engine.test_learned_samplers import NAME, write_sampler
 from tests.engine.test_tiles import tiled_request
-
-ALWAYS = 1e-9
-"""Interval at which every step is captured, unless the capture before it is not finished."""
 
 ROOM = 1 << 24
 CONTROL = {"controlnets": (Control("edges"),), "control_images": (controlnets.control_map(1),)}
@@ -69,56 +67,6 @@ def equipped(
     profile = msgspec.structs.replace(model.profile, sampler_dir=str(folders))
     equipped: DiffusionModel = dataclasses.replace(model, profile=profile)
     return equipped
-
-
-def captures_of(engine: Engine, request: GenerationRequest) -> tuple[list[bytes], list[ImageResult]]:
-    """Return the captures of ``request`` and its images, with time for each capture to be finished."""
-    engine.submit(replace(request, capture_every_s=ALWAYS))
-    captures, results = [], []
-    while engine.has_work:
-        for event in engine.tick():
-            if isinstance(event, Captured):
-                captures.append(event.data)
-            elif isinstance(event, ImageFinished):
-                results.append(event.result)
-        time.sleep(0.002)
-    return captures, results
-
-
-def content(result: ImageResult) -> tuple[Any, ...]:
-    """Return what a resumed image must share with an undisturbed one."""
-    assert result.latents is not None
-    settings = result.seed, result.variation_seed, result.num_evaluations, result.skipped_steps, result.warnings
-    return result.latents.data, result.picture.data, *settings
-
-
-def spread(captures: list[bytes], number: int) -> list[bytes]:
-    """Return about ``number`` of ``captures``, the first and the last included."""
-    step = max(1, (len(captures) - 1) // (number - 1))
-    return [*captures[:-1:step], captures[-1]]
-
-
-def resume(engine: Engine, request: GenerationRequest, capture: bytes) -> tuple[list[ImageResult], int]:
-    """Return the images that continue from ``capture``, and the UNet rows that were run for them."""
-    before = sum(tick.num_rows for tick in engine.trace)
-    results = engine.generate(replace(request, request_id=f"{request.request_id}-again", resume_from=capture))
-    engine.check_integrity()
-    return results, sum(tick.num_rows for tick in engine.trace) - before
-
-
-def check_resumes(open_engine: Callable[[], Engine], request: GenerationRequest, number: int = 3) -> None:
-    """Check that ``request`` continues from several of its captures, each by a new engine, with the same bytes."""
-    [expected] = open_engine().generate(replace(request, request_id="undisturbed"))
-    captures, [watched] = captures_of(open_engine(), request)
-    assert content(watched) == content(expected)
-    rows_left = []
-    for capture in spread(captures, number):
-        [result], num_rows = resume(open_engine(), request, capture)
-        assert content(result) == content(expected)
-        rows_left.append(num_rows)
-    assert rows_left == sorted(rows_left, reverse=True)
-    assert rows_left[0] < expected.num_evaluations
-    assert len(set(rows_left)) > 1 or len(captures) == 1
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,10 +22,10 @@ from diffserve.runtime.loading.library_imports import hushed
 from diffserve.settings.config import EngineConfig
 from diffserve.settings.layers import load_settings
 from tests.device import DEVICE, tolerance
+from tests.engine.capturing import check_resumes
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents, use_sampler
-from tests.engine.test_captures import check_resumes
 from tests.engine.test_init_images import fields_of, inputs_of
 
 TOLERANCE = tolerance(1e-3)

@@ -25,8 +25,8 @@ from diffserve.runtime.unet.batch_invariance import GroupFacts
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.settings.config import EngineConfig
 from diffserve.store.unet_paths import FILE, UNetPathFile
+from tests.engine.capturing import captures_of, resume
 from tests.engine.pipelines import image_request
-from tests.engine.test_captures import captures_of, resume
 from tests.hardware import needs_openvino
 from tests.tiny_models import ONE_LEVEL
 

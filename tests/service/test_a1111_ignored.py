@@ -138,7 +138,7 @@ def test_warnings_are_in_the_header_and_the_info(server: RunningServer) -> None:
     for sentence in (
         "restore_faces has no effect.", "tiling has no effect.",
         "override_settings.sd_vae has no effect.", 'the script "ADetailer" is not supported.',
-        'hr_upscaler "Latent" is not supported; the image was enlarged by Lanczos.',
+        'hr_upscaler "Latent" is not one of /sdapi/v1/upscalers; the image was enlarged by Lanczos.',
     ):  # fmt: skip
         assert sentence in warnings
         assert sentence in answer.headers["x-diffserve-warnings"].replace('\\"', '"')

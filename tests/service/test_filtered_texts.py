@@ -313,7 +313,7 @@ def test_every_text_field_of_the_page_is_judged(filtered: RunningServer, tmp_pat
         *("rewrite_mode", "steps", "guidance", "eta", "guidance_interval", "clip_skip", "guidance_rescale"),
         *("cache_interval", "token_merging", "similarity_threshold", "variation_strength", "micro_conditioning"),
         *("switch_at", "strength", "best_of", "samplers", "marks", "aspect", "control", "preprocessor", "axis"),
-        "axis_values",
+        *("axis_values", "x", "x_values", "y", "y_values"),
     }
     for endpoint, arguments in (("/generate", {}), ("/experiment", {"samplers": ["ddim"], "steps": "2"})):
         parameters = described["named_endpoints"][endpoint]["parameters"]

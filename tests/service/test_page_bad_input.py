@@ -191,7 +191,7 @@ def test_reading_an_image_leaves_no_file_and_no_log_line(page_server: RunningSer
     body = {"data": [{"path": str(place), "meta": {"_type": "gradio.FileData"}}]}
     answer = page.post(f"{API}/run/read_parameters", json=body)
     assert answer.json()["data"][0] == "a fox"
-    assert "ZEBRASECRET" in answer.json()["data"][-1], "who sent it is told"
+    assert "ZEBRASECRET" in str(answer.json()["data"][1:]), "who sent it is told"
     assert not place.exists()
     assert set(place.parent.parent.glob("tmp*")) == before
     assert page.get("/openapi.json").status_code == 200
@@ -214,7 +214,7 @@ def test_a_form_of_any_length_does_not_stall_the_server(
     page: httpx.Client, samplers: list[str], steps: str, prompts: str, message: str
 ) -> None:
     """Send long forms; the fixture checks that the event loop did not stall."""
-    form = {"data": [samplers, steps, prompts, 1, 0, "3", 20, "", "", ""]}
+    form = {"data": [samplers, steps, prompts, 1, 0, "3", 20, "", "", "", "", "", "", ""]}
     answer = page.post(f"{API}/run/experiment_estimate", json=form)
     assert answer.status_code == 200
     assert message in answer.json()["data"][0]

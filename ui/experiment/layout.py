@@ -166,7 +166,7 @@ def _axis(name: str, label: str, value: str) -> tuple[gr.Dropdown, gr.Textbox]:
             visible=False,
             elem_id=f"exp-{name}-values",
         )
-    field.change(lambda chosen: gr.update(visible=bool(chosen) and chosen not in MAIN_LABELS), field, values, **PRIVATE)
+    field.change(lambda name: gr.update(visible=bool(name) and str(name) not in MAIN_LABELS), field, values, **PRIVATE)
     return field, values
 
 
