@@ -170,7 +170,7 @@ class Jobs:
         return self._database.page(Job, jobs, owner, selection, *where)
 
     def claim(self, holder: str) -> Job | None:
-        """Lease a queued job to ``holder``; None if there is none. Two processes never get the same job.
+        """Lease a queued job to ``holder``; None if there is none. A job is leased to one process only.
 
         The job is the oldest one of the owner with the fewest running jobs, so that nobody waits for all jobs of
         another owner.
