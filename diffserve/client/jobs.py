@@ -27,7 +27,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """State of a job on the server; times are in seconds since 1970.
 
     Attributes:
-        attempts: How often it was begun.
+        attempts: Number of times that the server began to run the job.
         expires_at: When it expires if it has not begun.
         has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
     """

@@ -170,10 +170,10 @@ class Jobs:
         return self._database.page(Job, jobs, owner, selection, *where)
 
     def claim(self, holder: str) -> Job | None:
-        """Lease a queued job to ``holder``; None if there is none. A job is leased to one process only.
+        """Lease a queued job to the process ``holder``; return None if no job is queued.
 
-        The job is the oldest one of the owner with the fewest running jobs, so that nobody waits for all jobs of
-        another owner.
+        The job is the oldest one of the owner with the fewest running jobs, so that no owner waits for all jobs of
+        another one.
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)

@@ -310,7 +310,7 @@ class ImageTask:
         self.settings = settings[self.image_index] if settings else self.live.settings
 
     def resume(self, capture: ImageCapture) -> None:
-        """Let an image that has not begun continue from ``capture``."""
+        """Set steps and settings of a waiting image to those of ``capture``, a state in which it was stored earlier."""
         if capture.skipped_steps:
             shorter = self.settings.shorter
             self.settings = next(each for each in shorter if each.skipped_steps == capture.skipped_steps)

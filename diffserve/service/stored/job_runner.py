@@ -209,7 +209,7 @@ class JobRunner:
 
 @asynccontextmanager
 async def _holding(folder: Path, holder: str) -> AsyncIterator[None]:
-    """Hold the lock file of ``holder`` for the block; its jobs are its own as long as it is locked."""
+    """Hold the lock file of the process ``holder`` for the block; nobody reclaims its jobs while the file is locked."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     new, path = folder / f"{holder}.new", folder / f"{holder}.lock"
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
