@@ -146,7 +146,7 @@ def _basics() -> tuple[dict[str, Any], gr.Button, gr.UploadButton]:
         "negative_prompt": gr.Textbox("", label="Negative prompt", info="What to avoid.", elem_id="negative-prompt"),
     }
     with gr.Row(elem_id="seeds"):
-        fields["size"] = text_field("Size", "set by aspect", "size", info="In pixels: 512x512.")
+        fields["size"] = text_field("Size", "set by aspect", "size", info="In pixels, such as 256x128.")
         fields["seed"] = text_field("Seed", "random", "seed", info="Repeats a picture.")
         random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
     return fields, random_seed, upload_button("Load settings from a picture", "read-parameters")
