@@ -65,7 +65,7 @@ from diffserve.service.stored.files import FilePictures, FileRoutes
 from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
 from diffserve.service.stored.job_runner import JobRunner
-from diffserve.service.stored.jobs import JobBody, JobRoutes
+from diffserve.service.stored.jobs import CancelJobsBody, JobBody, JobRoutes
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
@@ -377,6 +377,7 @@ def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admiss
         app, "/v1/jobs/{job_id}", routes.put, JobBody, "Create a job with an ID of your own",
         needs_engine=False, method="PUT",
     )  # fmt: skip
+    _post(app, "/v1/jobs/cancel", routes.cancel_many, CancelJobsBody, "Cancel several jobs", needs_engine=False)
     app.state.background_tasks.append(runner.run_for_ever)
 
 

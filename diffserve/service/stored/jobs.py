@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -24,7 +24,7 @@ from diffserve.service.lifecycle import Draining, in_thread_if_long, interruptio
 from diffserve.service.models import Offer
 from diffserve.service.stored.batch_runner import is_stream
 from diffserve.service.stored.files import list_response
-from diffserve.service.stored.job_runner import JobRunner
+from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batch_input import path_of
@@ -34,6 +34,8 @@ from diffserve.store.jobs import Job, JobFilter, Jobs, Status
 DEFAULT_TIMEOUT_S: Final = 24 * 3600.0
 LOOK_EVERY_S: Final = 1.0
 STREAM_S: Final = 24 * 3600.0
+MAX_IDS: Final = 1000
+"""IDs in one request that cancels jobs."""
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
@@ -56,6 +58,27 @@ class JobBody(Body):
     ] = None
 
 
+class CancelJobsBody(Body):
+    """The body of ``POST /v1/jobs/cancel``."""
+
+    model_config = ConfigDict(title="CancelJobsRequest")
+
+    ids: (
+        Annotated[
+            list[Annotated[str, Field(max_length=200)]],
+            Field(min_length=1, max_length=MAX_IDS, description="Only jobs with these IDs."),
+        ]
+        | None
+    ) = None
+    status: (
+        Annotated[
+            list[Literal["queued", "running", "paused"]], Field(min_length=1, description="Only jobs in these states.")
+        ]
+        | None
+    ) = None
+    endpoint: Annotated[str, Field(max_length=200, description="Only jobs of this path.")] | None = None
+
+
 class JobRoutes:
     """Routes of ``jobs``, which ``runner`` runs; ``offers`` are the bodies of the endpoints that a job may call."""
 
@@ -73,6 +96,8 @@ class JobRoutes:
         stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
         app.get(f"{path}/events", summary="States of a job as it enters them", responses=stream)(self.events)
         app.post(f"{path}/cancel", summary="Cancel a job", responses=error_responses(409))(self.cancel)
+        app.post(f"{path}/pause", summary="Hold back a job", responses=error_responses(409))(self.pause)
+        app.post(f"{path}/resume", summary="Continue a paused job", responses=error_responses(409))(self.resume)
         app.post(f"{path}/retry", summary="Run a job again", responses=error_responses(409))(self.retry)
         app.delete(path, summary="Delete a finished job", responses=error_responses(409))(self.delete)
 
@@ -109,7 +134,7 @@ class JobRoutes:
                 raise HttpError(409, error.message, code="job_exists") from None
             raise
         self._runner.wake()
-        return JSONResponse(job_object(job), status_code=202 if is_new else 200)
+        return await self._response(job, 202 if is_new else 200)
 
     async def list_jobs(
         self,
@@ -123,11 +148,12 @@ class JobRoutes:
         """List the jobs of the key, page by page."""
         selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
-        return list_response(page, job_object)
+        outlooks = await self._runner.outlooks(page[0]) if page else {}
+        return list_response(page, lambda job: job_object(job, outlooks[job.number]))
 
     async def retrieve(self, request: Request, job_id: str) -> Response:
         """Answer with the state of a job."""
-        return JSONResponse(job_object(await self._job_of(request, job_id)))
+        return await self._response(await self._job_of(request, job_id))
 
     async def result(self, request: Request, job_id: str) -> Response:
         """Answer with status and body that the request itself would have had."""
@@ -153,17 +179,23 @@ class JobRoutes:
             return await EventStreamResponse(events, interrupted, stack.pop_all(), limit_s=STREAM_S).opened()
 
     async def _stream(self, job: Job, num_sent: int) -> Events:
+        sent_progress: float | None = 0.0
         while True:
             changed = self._runner.changed
             entered = job.entered
             for index, (status, at) in enumerate(entered[num_sent:], start=num_sent + 1):
                 data = {"type": f"job.{status}", "id": job.id, "status": status, "at": at}
                 if index == len(entered):
-                    data["job"] = job_object(job)
+                    data["job"] = job_object(job, (await self._runner.outlooks([job]))[job.number])
                 yield f"id: {index}\nevent: job.{status}\n".encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
             num_sent = max(num_sent, len(entered))
             if job.is_over:
                 return
+            outlook = (await self._runner.outlooks([job]))[job.number] if job.status == "running" else UNKNOWN
+            if outlook.progress not in (None, sent_progress):
+                sent_progress = outlook.progress
+                data = {"type": "job.progress", "id": job.id, "status": job.status, **outlook._asdict()}
+                yield b"event: job.progress\ndata: " + msgspec.json.encode(data) + b"\n\n"
             if self._runner.is_stopping:
                 raise Draining("the server is shutting down; the job continues when it is back.")
             with suppress(TimeoutError):
@@ -184,7 +216,46 @@ class JobRoutes:
             message = f"{job.id} is {cancelled.status}; there is nothing to cancel."
             raise HttpError(409, message, code="job_over")
         self._runner.stop(cancelled)
-        return JSONResponse(job_object(cancelled))
+        return await self._response(cancelled)
+
+    async def cancel_many(self, request: Request) -> Response:
+        """Cancel all unfinished jobs that the body selects; the call can be repeated."""
+        owner = self._owners.of(request)
+        body = await read_body(request, CancelJobsBody)
+        if body.ids is None and body.status is None:
+            message = 'ids and status are missing; give the IDs of the jobs to cancel, or states, such as ["queued"].'
+            raise InvalidRequest(message, param="ids", code="missing_required_parameter")
+        job_filter = JobFilter(tuple(body.status or ()), body.endpoint or "")
+        cancelled = await LISTINGS.run(self._jobs.cancel_many, owner, body.ids, job_filter)
+        for job in cancelled:
+            self._runner.stop(job)
+        ids = [job.id for job in cancelled]
+        others = [name for name in dict.fromkeys(body.ids or ()) if name not in set(ids)]
+        return JSONResponse({"object": "job.cancellation", "cancelled": ids, "not_cancelled": others})
+
+    async def pause(self, request: Request, job_id: str) -> Response:
+        """Hold back a queued or running job; one that runs is stopped and later continues from its captured state."""
+        job = await self._job_of(request, job_id)
+        paused = await LISTINGS.run(self._jobs.pause, job.owner, job.id)
+        if paused is None:
+            raise _not_found(job.id)
+        if paused.status != "paused":
+            message = f"{job.id} is {paused.status}; only a queued or running job can be paused."
+            raise HttpError(409, message, code="job_over")
+        self._runner.stop(paused)
+        return await self._response(paused)
+
+    async def resume(self, request: Request, job_id: str) -> Response:
+        """Return a paused job to its place in the queue."""
+        job = await self._job_of(request, job_id)
+        resumed = await LISTINGS.run(self._jobs.resume, job.owner, job.id)
+        if resumed is None:
+            raise _not_found(job.id)
+        if job.status != "paused" or resumed.is_over:
+            message = f"{job.id} is {resumed.status}; only a paused job can be resumed."
+            raise HttpError(409, message, code="job_not_paused")
+        self._runner.wake()
+        return await self._response(resumed)
 
     async def retry(self, request: Request, job_id: str) -> Response:
         """Run a job again that failed, expired or was cancelled; its result is removed."""
@@ -196,7 +267,7 @@ class JobRoutes:
             message = f"{job.id} is {job.status}; only a job that failed, expired or was cancelled can run again."
             raise HttpError(409, message, code="job_not_failed")
         self._runner.wake()
-        return JSONResponse(job_object(queued))
+        return await self._response(queued)
 
     async def delete(self, request: Request, job_id: str) -> Response:
         """Delete a finished job with its result."""
@@ -206,6 +277,10 @@ class JobRoutes:
         await FILES.run(self._jobs.delete, job)
         return JSONResponse({"id": job.id, "object": "job", "deleted": True})
 
+    async def _response(self, job: Job, status: int = 200) -> Response:
+        outlooks = await self._runner.outlooks([job])
+        return JSONResponse(job_object(job, outlooks[job.number]), status_code=status)
+
     async def _job_of(self, request: Request, name: str) -> Job:
         job = await LISTINGS.run(self._jobs.get, self._owners.of(request), name)
         if job is None:
@@ -213,7 +288,7 @@ class JobRoutes:
         return job
 
 
-def job_object(job: Job) -> dict[str, Any]:
+def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
     """Return the API's object for ``job``."""
     code, _, message = job.error.partition(": ")
     times = dict(job.entered)
@@ -224,6 +299,7 @@ def job_object(job: Job) -> dict[str, Any]:
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
+        **outlook._asdict(),
         "created_at": int(job.created_s),
         "expires_at": int(job.expires_s),
         "started_at": int(times["running"]) if "running" in times else None,
