@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database
 from diffserve.store.database import PageSelection
-from diffserve.store.jobs import CANCELLED_AT_ONCE, KEPT_S, MAX_ATTEMPTS, OVER, UNFINISHED, Job, JobFilter, Jobs
+from diffserve.store.jobs import CANCELLED_AT_ONCE, KEPT_S, MAX_ATTEMPTS, OVER, UNFINISHED, Job, JobFilter, Jobs, Status
 from tests.store.conftest import OpenDatabase
 
 PATH = "/v1/images/generations"
@@ -288,7 +288,7 @@ def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clo
                     status, lease = "running", claimed
             case "finish" | "fail" | "drain" | "release" if lease is not None:
                 if action in ("finish", "fail"):
-                    end = "succeeded" if action == "finish" else "failed"
+                    end: Status = "succeeded" if action == "finish" else "failed"
                     assert jobs.finish(lease, end) == has_lease
                     status = end if has_lease else status
                 else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping
@@ -16,17 +18,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.service.http.bodies import Body, parse, show
+from diffserve.service.http.addresses import prefix_of
+from diffserve.service.http.bodies import Body, parse, show, show_name
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.forms import Form, is_form, json_fields, read_form
+from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
-from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body
+from diffserve.service.images.schemas import MAX_PICTURES
+from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body, read_json
 from diffserve.service.models import Offer
 from diffserve.service.stored.batch_runner import is_stream
 from diffserve.service.stored.files import list_response
+from diffserve.service.stored.idempotency import REPLAYED, check_key, key_reused
 from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
-from diffserve.service.threads import FILES, LISTINGS
+from diffserve.service.threads import ANSWERS, FILES, LISTINGS
 from diffserve.store.batch_input import path_of
 from diffserve.store.database import PageSelection
 from diffserve.store.jobs import Job, JobFilter, Jobs, Status
@@ -36,6 +43,18 @@ LOOK_EVERY_S: Final = 1.0
 STREAM_S: Final = 24 * 3600.0
 MAX_IDS: Final = 1000
 """IDs in one request that cancels jobs."""
+RESPOND_ASYNC: Final = "respond-async"
+PREFERENCE_APPLIED: Final = "Preference-Applied"
+PREFER: Final = {
+    "name": "Prefer",
+    "in": "header",
+    "description": "respond-async: answer 202 with a job (see /v1/jobs) that does the work.",
+    "schema": {"type": "string"},
+}
+ACCEPTED_HEADERS: Final = {
+    "Location": {"description": "Path of the job.", "schema": {"type": "string"}},
+    PREFERENCE_APPLIED: {"schema": {"type": "string", "const": RESPOND_ASYNC}},
+}
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
@@ -124,17 +143,62 @@ class JobRoutes:
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
             raise InvalidRequest(message, param="stream", code="unsupported_value")
-        await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
-        timeout_s = body.timeout_s or DEFAULT_TIMEOUT_S
-        about = (owner, name, endpoint, content.decode(), timeout_s)
         try:
-            job, is_new = await LISTINGS.run(self._jobs.add, *about)
+            job, is_new = await self._add(owner, name, endpoint, content, body.timeout_s or DEFAULT_TIMEOUT_S)
         except InvalidRequest as error:
             if error.code == "job_exists":
                 raise HttpError(409, error.message, code="job_exists") from None
             raise
-        self._runner.wake()
         return await self._response(job, 202 if is_new else 200)
+
+    async def _add(
+        self, owner: str, name: str, endpoint: str, content: bytes, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Job, bool]:
+        """Check the body ``content`` and add the job; return it and whether it is new."""
+        if b'"infotext"' not in content:  # it may fill in required fields when the job runs
+            await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
+        added = await LISTINGS.run(self._jobs.add, owner, name, endpoint, content.decode(), timeout_s)
+        self._runner.wake()
+        return added
+
+    async def begin(self, request: Request, endpoint: str) -> Response | None:
+        """Create a job from a request for ``endpoint`` with the preference ``respond-async``.
+
+        A retry with the same ``Idempotency-Key`` gets the same job, also after a restart.
+
+        Returns:
+            The answer, or None if the request must be answered directly: a stream, or without storage for its client.
+        """
+        owner = self._owners.owner(request)
+        if owner is None:
+            return None
+        content = await self._body_of(request, endpoint)
+        if is_stream(msgspec.Raw(content)):
+            return None
+        keys = request.headers.getlist(IDEMPOTENCY_KEY)
+        digest = hashlib.sha256(f"{endpoint}\0{check_key(keys)}".encode()).hexdigest() if keys else ""
+        name = f"job_{digest[:32] or secrets.token_hex(16)}"
+        try:
+            job, is_new = await self._add(owner, name, endpoint, content)
+        except InvalidRequest as error:
+            raise (key_reused() if error.code == "job_exists" else error) from None
+        response = await self._response(job, 202)
+        response.headers["Location"] = f"{prefix_of(request.scope)}/v1/jobs/{job.id}"
+        response.headers[PREFERENCE_APPLIED] = RESPOND_ASYNC
+        if not is_new:
+            response.headers[REPLAYED] = "true"
+        return response
+
+    async def _body_of(self, request: Request, endpoint: str) -> bytes:
+        """Return the body of a request as JSON; the files of a form are fields in base64."""
+        body = self._offers[endpoint].body
+        if is_form(request) and hasattr(body, "with_uploads"):
+            form = await read_form(request, max_files=MAX_PICTURES + 1)
+            for name in form.files.keys() - body.model_fields.keys():
+                raise InvalidRequest(f"{show_name(name)} is not a file field.", param=show_name(name))
+            return await ANSWERS.run(_form_as_json, body, form)
+        data = await read_json(request)
+        return await in_thread_if_long(data, _compact, body, data)
 
     async def list_jobs(
         self,
@@ -306,6 +370,27 @@ def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
         "finished_at": int(times[job.status]) if job.is_over else None,
         "has_result": job.result_status > 0,
     }
+
+
+def prefers_async(request: Request) -> bool:
+    """Return whether the client prefers an answer before the work is done (RFC 7240)."""
+    preferences = ",".join(request.headers.getlist("prefer")).split(",")
+    return any(preference.partition(";")[0].strip().lower() == RESPOND_ASYNC for preference in preferences)
+
+
+def _compact(kind: type[Body], data: bytes) -> bytes:
+    """Return the JSON object ``data`` without spaces."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(data, type=dict[str, Any]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        parse(kind, data)  # reports the error in one sentence
+        raise
+
+
+def _form_as_json(kind: type[Body], form: Form[bytes]) -> bytes:
+    files = {name: [base64.b64encode(data).decode() for data in uploads] for name, uploads in form.files.items()}
+    fields = {name: texts[0] if len(texts) == 1 else texts for name, texts in files.items()}
+    return msgspec.json.encode(json_fields(kind, form.fields) | fields)
 
 
 def _not_found(name: str) -> HttpError:
