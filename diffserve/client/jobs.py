@@ -160,11 +160,12 @@ class JobMethods(HttpClient):
         """
         return await self._call("GET", resource(JOBS, job_id), StoredJob)
 
-    def job_events(self, job_id: str) -> AsyncStream[JobEvent | JobProgress]:
+    def job_events(self, job_id: str, after: int = 0) -> AsyncStream[JobEvent | JobProgress]:
         """Follow a job until it is over: first the states that it has entered already, and its progress.
 
         Args:
             job_id: The ID of the job.
+            after: Number of states that are known already, which the stream leaves out.
 
         Returns:
             A stream of events; leaving it does not stop the job.
@@ -172,7 +173,7 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: No job has this ID.
         """
-        return self._events(resource(JOBS, job_id, "events"), job_reader())
+        return self._events(resource(JOBS, job_id, "events"), job_reader(), {"Last-Event-ID": str(after)})
 
     async def job_result(self, job_id: str) -> bytes:
         """Fetch the answer of a job, which is that of the request itself.
