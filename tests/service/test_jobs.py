@@ -220,6 +220,7 @@ PREFER = {"Prefer": "wait=5, Respond-Async; a=b"}
         (GENERATIONS, {"json": BODY}),
         ("/images/generations/", {"json": BODY}),
         ("/sdapi/v1/txt2img", {"json": {"prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1}}),
+        ("/v1/responses", {"json": {"input": "a red fox", "tools": [{"type": "image_generation"}]}}),
         ("/v1/images/upscale", {"json": {"image": SMALL}}),
         ("/v1/images/upscale", {"files": {"image": PICTURE}, "data": {"scale": "2"}}),
         (EDITS, {"files": {"image": PICTURE}, "data": FEW_STEPS | {"seed": "1"}}),
@@ -243,9 +244,9 @@ def test_a_request_that_prefers_no_waiting_becomes_a_job(
 
 
 def images_of(answer: httpx.Response) -> list[str]:
-    """Return the images of an answer of OpenAI's or A1111's API."""
+    """Return the images of an answer of OpenAI's images API or of A1111's API."""
     body = answer.json()
-    return list(body["images"]) if "images" in body else [entry["b64_json"] for entry in body["data"]]
+    return list(body["images"]) if "images" in body else [entry["b64_json"] for entry in body.get("data", ())]
 
 
 def test_an_idempotency_key_gives_the_same_job(server: RunningServer, client: Client) -> None:

@@ -44,6 +44,7 @@ from diffserve.store.errors import StoreError
 from diffserve.store.jobs import UNFINISHED, Job, Jobs
 
 JOBS_AT_ONCE: Final = 8
+JOBS_AT_ONCE_ON_GPU: Final = 32
 SWEEP_EVERY_S: Final = 30.0
 NUM_MEASURED: Final = 32
 """Number of finished jobs whose mean work is the expected work of a queued one."""
@@ -189,7 +190,10 @@ class JobRunner:
                 running.task.cancel()
 
     async def _claim(self) -> None:
-        while len(self._running) < JOBS_AT_ONCE:
+        info = self._app.state.engine.info
+        is_on_cpu = info is None or info.device == "cpu"
+        at_once = (JOBS_AT_ONCE if is_on_cpu else JOBS_AT_ONCE_ON_GPU) * self._admission.images.num_engines
+        while len(self._running) < at_once:
             job = await run_to_end(self._jobs.claim, self._holder)
             if job is None:
                 return
