@@ -152,15 +152,16 @@ def test_lines_on_a_server_match_the_answers_of_requests(server: RunningServer, 
     start = {"image": SMALL, "strength": 0.5}
     requests = [fox, fox | {"n": 2, "seed": 5, "output_format": "jpeg"}, fox | start, fox | {"sampler": "nope"}]
     file = write_lines(tmp_path / "p.jsonl", *requests)
-    assert batch(file, "-o", tmp_path / "jobs", "--server", server.url) == 1
     with Client(server.url) as client:
+        earlier = client.jobs().data
+        assert batch(file, "-o", tmp_path / "jobs", "--server", server.url) == 1
+        assert client.jobs().data == earlier, "jobs of recorded lines are deleted"
         painter = ServerPainter(client, None)
         for line, outcome in zip(read_lines(file), outcomes(tmp_path / "jobs"), strict=True):
             expected, pictures = paint_line(line, painter, lambda _: None)
             files = [(tmp_path / "jobs" / name).read_bytes() for name in outcome["files"]]
             assert files == [picture.data for picture in pictures]
             assert comparable(outcome) == comparable(json.loads(msgspec.json.encode(expected)))
-        assert not client.jobs().data, "jobs of recorded lines are deleted"
 
 
 def comparable(outcome: dict[str, Any]) -> dict[str, Any]:
