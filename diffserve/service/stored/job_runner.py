@@ -53,7 +53,7 @@ log = logging.getLogger("diffserve.jobs")
 
 
 class Outlook(NamedTuple):
-    """What is expected of an unfinished job.
+    """Queue position, progress and expected end of an unfinished job.
 
     Attributes:
         position: Position among all queued jobs, 1 starts next; None if it is not queued.
@@ -114,7 +114,7 @@ class JobRunner:
         self.wake()
 
     async def outlooks(self, jobs: Collection[Job]) -> dict[int, Outlook]:
-        """Return what is expected of ``jobs``, by number."""
+        """Return position, progress and expected end of ``jobs``, by number."""
         queued = [job.number for job in jobs if job.status == "queued"]
         positions = await LISTINGS.run(self._jobs.positions, queued) if queued else {}
         return {job.number: self._outlook(job, positions.get(job.number)) for job in jobs}
