@@ -53,16 +53,16 @@ def show_list(server: str, status: str | None, endpoint: str | None, limit: int,
         fields["status"] = cast(JobStatus, status)
     if endpoint is not None:
         fields["endpoint"] = endpoint
-    found: list[StoredJob] = []
+    listed: list[StoredJob] = []
     with opened(server) as client:
         has_more = True
-        while has_more and len(found) < limit:
-            fields["limit"] = min(PAGE, limit - len(found))
+        while has_more and len(listed) < limit:
+            fields["limit"] = min(PAGE, limit - len(listed))
             page = client.jobs(**fields)
-            found += page.data
-            fields["after"] = found[-1].id if found else ""
+            listed += page.data
+            fields["after"] = listed[-1].id if listed else ""
             has_more = page.has_more and bool(page.data)
-    show(found, is_json=is_json)
+    show(listed, is_json=is_json)
     if has_more:
         print("there are more jobs; give --limit N to see them", file=sys.stderr)
     return 0
@@ -158,13 +158,13 @@ def result(server: str, job_id: str, output: Path | None) -> int:
     return 0
 
 
-def show(found: Sequence[StoredJob], *, is_json: bool) -> None:
+def show(listed: Sequence[StoredJob], *, is_json: bool) -> None:
     """Print jobs as aligned columns, or as one JSON object per line."""
     if is_json:
-        for job in found:
+        for job in listed:
             print(msgspec.json.encode(job).decode())
         return
-    rows = [dict(zip(COLUMNS, COLUMNS, strict=True)), *map(_cells, found)]
+    rows = [dict(zip(COLUMNS, COLUMNS, strict=True)), *map(_cells, listed)]
     widths = {name: max(len(row[name]) for row in rows) for name in COLUMNS}
     for row in rows:
         print("  ".join(row[name].ljust(widths[name]) for name in COLUMNS).rstrip())

@@ -277,14 +277,14 @@ class Jobs:
         if names is not None:
             where.append(jobs.c.id.in_(names))
         cancelled: list[Job] = []
-        num_found, last = CANCELLED_AT_ONCE, 0
-        while num_found == CANCELLED_AT_ONCE:
+        num_selected, last = CANCELLED_AT_ONCE, 0
+        while num_selected == CANCELLED_AT_ONCE:
             query = select(jobs).where(*where, jobs.c.number > last).order_by(jobs.c.number).limit(CANCELLED_AT_ONCE)
             with self._database.writing(exclusive=True) as connection:
-                found = [read_row(Job, row) for row in connection.execute(query.with_for_update())]
-                cancelled += [self._move(connection, job, "cancelled", error="", holder="") for job in found]
-            num_found = len(found)
-            last = found[-1].number if found else last
+                selected = [read_row(Job, row) for row in connection.execute(query.with_for_update())]
+                cancelled += [self._move(connection, job, "cancelled", error="", holder="") for job in selected]
+            num_selected = len(selected)
+            last = selected[-1].number if selected else last
         return cancelled
 
     def pause(self, owner: str, name: str) -> Job | None:
@@ -334,8 +334,9 @@ class Jobs:
         is_late = jobs.c.status.in_(("queued", "paused")) & (jobs.c.expires_s <= now_s)
         is_finished = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
         with self._database.reading() as connection:
-            found = [read_row(Job, row) for row in connection.execute(select(jobs).where(or_(is_late, is_finished)))]
-        for job in found:
+            query = select(jobs).where(or_(is_late, is_finished))
+            removable = [read_row(Job, row) for row in connection.execute(query)]
+        for job in removable:
             if job.is_over:
                 self.delete(job)
             else:

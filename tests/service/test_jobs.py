@@ -131,11 +131,11 @@ def test_an_error_answer_is_the_result_of_a_failed_job(server: RunningServer, cl
 
 def test_a_job_tells_its_position_progress_and_estimate(server: RunningServer, client: Client) -> None:
     first = client.begin_job(GENERATIONS, LONG)
-    others = [client.begin_job(GENERATIONS, LONG | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 2)]
+    later_jobs = [client.begin_job(GENERATIONS, LONG | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 2)]
     wait_for(lambda: (client.job(first.id).progress or 0.0) > 0.0, SOON_S, "the first steps")
     wait_for(lambda: len(client.jobs(status="running").data) == JOBS_AT_ONCE, SOON_S, "all places of jobs")
     jobs = {job.id: job for job in client.jobs(limit=JOBS_AT_ONCE + 3).data}
-    running, *_, before, last = (jobs[job.id] for job in (first, *others))
+    running, *_, before, last = (jobs[job.id] for job in (first, *later_jobs))
     assert running.status == "running"
     assert (running.position, before.position, last.position) == (None, 2, 3)
     assert (before.progress, last.progress) == (None, None)
@@ -144,7 +144,7 @@ def test_a_job_tells_its_position_progress_and_estimate(server: RunningServer, c
     assert last.estimated_seconds is not None
     assert 0.0 < running.estimated_seconds < last.estimated_seconds
     assert before.estimated_seconds < last.estimated_seconds
-    client.cancel_jobs([job.id for job in others])
+    client.cancel_jobs([job.id for job in later_jobs])
     seen: list[float] = []
     with client.job_events(first.id) as events:
         for event in events:
@@ -164,7 +164,7 @@ def test_a_paused_job_waits_and_continues_from_its_captured_state(server: Runnin
     assert (paused.status, paused.attempts, paused.progress) == ("paused", 0, None)
     assert client.pause_job(job.id).status == "paused"
     assert client.jobs(status="paused").data[0].id == job.id
-    assert server.paint(num_steps=1).status_code == 200, "the engine works for others"
+    assert server.paint(num_steps=1).status_code == 200, "the engine works for later_jobs"
     resumed = client.resume_job(job.id)
     assert resumed.status in ("queued", "running")
     answer = server.client.post(f"{JOBS}/{job.id}/resume")
@@ -183,12 +183,12 @@ def test_a_paused_job_waits_and_continues_from_its_captured_state(server: Runnin
 def test_many_jobs_are_cancelled_with_one_request(server: RunningServer, client: Client) -> None:
     running = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900})
     wait_for(lambda: client.job(running.id).status == "running", SOON_S, "the start")
-    others = [client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900, "seed": seed}) for seed in range(9)]
-    held = client.pause_job(others[0].id)
+    later_jobs = [client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900, "seed": seed}) for seed in range(9)]
+    held = client.pause_job(later_jobs[0].id)
     assert client.cancel_jobs([running.id, "none"], status=["running"]).not_cancelled == ("none",)
     assert client.cancel_jobs(status=["queued", "running"], endpoint="/v1/embeddings").cancelled == ()
-    assert set(client.cancel_jobs(status=["queued", "running"]).cancelled) == {job.id for job in others[1:]}
-    answer = client.cancel_jobs([job.id for job in others])
+    assert set(client.cancel_jobs(status=["queued", "running"]).cancelled) == {job.id for job in later_jobs[1:]}
+    answer = client.cancel_jobs([job.id for job in later_jobs])
     assert (answer.cancelled, len(answer.not_cancelled)) == ((held.id,), 8)
     assert server.paint(num_steps=1).status_code == 200
 
