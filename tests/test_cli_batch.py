@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.api.errors import InvalidRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.batch.lines import NAME, Manifest, Outcome, read_lines
 from diffserve.cli.batch.painters import ServerPainter
@@ -197,6 +197,20 @@ def test_the_same_command_finds_its_jobs_after_both_processes_were_killed(tmp_pa
         assert not client.jobs().data
         assert batch(file, "-o", tmp_path / "other", "--server", server.url) == 0
         assert not set(seeds) & {outcome["seeds"][0] for outcome in outcomes(tmp_path / "other")}
+
+
+@pytest.mark.slow
+def test_a_server_that_stores_nothing_answers_lines_as_requests(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "p.jsonl", {"prompt": "a fox", "steps": 2, "seed": 1}, {"prompt": "x", "steps": 0})
+    env = {"DIFFSERVE_SERVE_HOST": "0.0.0.0", "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}
+    with running_server(Path("embedded"), tmp_path / "server", env=env) as server:
+        server.wait_until_ready()
+        url = f"http://127.0.0.1:{server.port}"
+        with Client(url) as client, pytest.raises(DiffserveError, match="no API keys"):
+            client.jobs()
+        assert batch(file, "-o", tmp_path / "out", "--server", url) == 1
+    first, second = outcomes(tmp_path / "out")
+    assert ((tmp_path / "out" / first["files"][0]).is_file(), second["error"]["param"]) == (True, "steps")
 
 
 @pytest.mark.slow
