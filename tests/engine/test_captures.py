@@ -15,7 +15,9 @@ from msgspec.structs import replace
 
 from diffserve.api.types import Accepted, Captured, ImageFinished
 from diffserve.engine import Engine
+from diffserve.engine.image import scheduler
 from diffserve.engine.image.capture_format import VERSION, decode_capture, encode_capture
+from diffserve.engine.image.scheduler import PART_S
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from diffserve.models.references import Reference
@@ -89,7 +91,9 @@ def test_an_upscaler_network_between_the_passes_runs_again(make_engine: MakeEngi
     check_resumes(make_engine, hires_request(hires_upscaler=EMBEDDED_UPSCALER), number=7)
 
 
-def test_tiles_continue(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("part_s", [PART_S, 0.0])
+def test_tiles_continue(part_s: float, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PART_S", part_s)  # 0: a step takes several ticks
     check_resumes(make_engine, tiled_request(sampler="dpmpp_2m", cache_interval=2))
 
 

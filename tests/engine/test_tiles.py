@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.tiles import plan_tiles
 from diffserve.api.types import GenerationRequest, ImageResult, Picture
+from diffserve.engine.image import scheduler
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request, load_pipeline, spacing_of, use_sampler
@@ -119,6 +120,26 @@ def test_tiles_share_calls_with_other_images_and_are_split_over_calls(make_engin
     assert any(len({row.request_id for row in call.rows}) == 2 for call in calls)
     assert max(len(call.rows) for call in calls) <= 8
     assert max(tick.num_rows for tick in engine.trace) >= 12
+
+
+@pytest.mark.parametrize("fields", [{"sampler": "euler_a"}, {"sampler": "dpmpp_2m", "cache_interval": 2}])
+def test_a_step_of_many_tiles_takes_several_ticks_and_lets_other_images_pass(
+    fields: dict[str, Any], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [whole] = make_engine(max_rows=4).generate(tiled_request(**fields))
+    monkeypatch.setattr(scheduler, "PART_S", 0.0)  # a part is one call
+    engine = make_engine(max_rows=4)
+    large = replace(tiled_request(**fields), client="large")
+    small = replace(image_request("sd15", "ddim", 2, num_steps=3), client="small")
+    results = engine.generate([large, small])
+    assert content(results[0]) == content(whole)
+    assert results[0].num_evaluations == whole.num_evaluations
+    rows_of_ticks = [[row.request_id for call in tick.calls for row in call.rows] for tick in engine.trace]
+    assert max(map(len, rows_of_ticks)) == 4
+    ticks_of_large = [index for index, ids in enumerate(rows_of_ticks) if large.request_id in ids]
+    ticks_of_small = [index for index, ids in enumerate(rows_of_ticks) if small.request_id in ids]
+    assert len(ticks_of_large) == 15  # 5 steps of 12 rows
+    assert ticks_of_small[-1] < ticks_of_large[5]
 
 
 def test_one_tile_is_the_image_without_tiles(make_engine: MakeEngine) -> None:

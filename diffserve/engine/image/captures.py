@@ -116,7 +116,7 @@ class Captures:
 
     def keep_finished(self, plan: TickPlan, outcome: TickOutcome) -> None:
         """Keep the final latents of images that ``plan`` finishes, for later captures of their requests."""
-        for task in plan.rows:
+        for task in () if plan.is_partial else plan.rows:
             is_captured = task.live.request.capture_every_s > 0.0 and len(task.live.tasks) > 1
             if is_captured and task.is_last_row and task.settings.second is None and task not in outcome.failures:
                 task.final_capture = self._of(task, num_further_rows=1)
@@ -183,7 +183,7 @@ class Captures:
         capture = ImageCapture(
             key=task.capture_key,
             row_index=row_index,
-            num_evaluations=task.num_evaluations + (task.rows_now if num_further_rows else 0),
+            num_evaluations=task.num_evaluations + (task.settings.rows_at[task.row_index] if num_further_rows else 0),
             is_compiled=task.group is not None and task.group.is_compiled,
             similarity=task.similarity,
             skipped_steps=task.initial_settings.skipped_steps,

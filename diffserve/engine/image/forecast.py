@@ -98,7 +98,7 @@ class Forecast:
             return 0.0
         rows = sum(task.rows_now for task in plan.rows)
         work = sum(task.cost_now / task.settings.row_cost for task in plan.rows)
-        return self._costs.call_s(plan.group, rows) * work / rows
+        return self._costs.call_s(plan.group, plan.num_rows) * work / rows
 
     def learn_gap(self, seconds: float) -> None:
         """Record the time between two ticks while there was work, unless the process paused in it."""

@@ -391,7 +391,11 @@ class ImageRunner:
         """Advance ``tasks``, all full or all shallow, by one step; if memory runs out, all are left as they were."""
         expert, group = self._expert(tasks[0].group_now)
         with expert.groups.between_calls(group):
-            steps, errors = self._step(expert, group, tasks, outcome)
+            steps: list[tuple[ImageBatch, Tensor, Fetched]] = []
+            if plan.is_partial:
+                errors = self._evaluate_part(expert, group, tasks[0], plan.num_rows, outcome)
+            else:
+                steps, errors = self._step(expert, group, tasks, outcome)
         for task, error in errors.items():
             outcome.failures.setdefault(task, failure_of(error, "generating this image"))
         for batch, denoised, finite in steps:
@@ -424,9 +428,13 @@ class ImageRunner:
         try:
             if not group.is_shallow:
                 for task in tasks:
-                    task.loaded_state.features.clear()
+                    if not task.rows_done:
+                        task.loaded_state.features.clear()
             rows = UNetRows(batches)
-            output, errors = expert.caller.predict(rows, group, outcome.calls)
+            first, num_done = tasks[0].loaded_state, tasks[0].rows_done  # an image with finished rows runs alone
+            output, errors = expert.caller.predict(rows, group, outcome.calls, range(num_done, rows.num_rows))
+            if num_done and first.outputs is not None:
+                output[:num_done] = first.outputs[:num_done]
             steps = [
                 (batch, *self._update(batch, of_batch))
                 for batch, of_batch in zip(batches, rows.outputs(output), strict=True)
@@ -437,7 +445,30 @@ class ImageRunner:
             for batch in batches:
                 self.pool.scatter(batch.slots, batch.x, batch.history)
             raise
+        first.outputs = None
         return steps, {rows.task_of(row): error for row, error in errors.items()}
+
+    def _evaluate_part(
+        self, expert: Expert, group: GroupKey, task: ImageTask, num_rows: int, outcome: TickOutcome
+    ) -> dict[ImageTask, Exception]:
+        """Evaluate the next ``num_rows`` UNet rows of ``task`` and keep their outputs until its step is complete.
+
+        Returns:
+            The error, if a row failed.
+
+        Raises:
+            torch.OutOfMemoryError: The outputs are as before.
+        """
+        state = task.loaded_state
+        if not group.is_shallow and not task.rows_done:
+            state.features.clear()
+        rows = UNetRows([ImageBatch.gather([task], self.pool)])
+        part = range(task.rows_done, task.rows_done + num_rows)
+        output, errors = expert.caller.predict(rows, group, outcome.calls, part)
+        if task.rows_done and state.outputs is not None:
+            output[: task.rows_done] = state.outputs[: task.rows_done]
+        state.outputs = output
+        return {task: next(iter(errors.values()))} if errors else {}
 
     def _update(self, batch: ImageBatch, output: Tensor) -> tuple[Tensor, Fetched]:
         """Advance the latents of ``batch`` by the outputs (num_rows, C, h, w) of its rows, and write them to the slots.

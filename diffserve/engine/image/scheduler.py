@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
 
 from diffserve.api.types import Cancelled, Event, ImageFailed, ImageFinished, ModelInfo, Picture
 from diffserve.engine.image.caches import CachedImage, SharedImages
@@ -19,6 +19,9 @@ from diffserve.engine.image.policy import POLICIES, TickCosts, TickTime, solo_s
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.settings.config import EngineConfig
+
+PART_S: Final = 0.25
+"""Seconds of UNet calls after which a step of an image with many tiles makes way for other images."""
 
 OPTIMISM = 0.75
 """Factor on the measured time of the remaining work; a deadline that leaves less than that is lost."""
@@ -117,16 +120,21 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         enlarged = [task for task in self.in_flight if task.stage is Stage.ENLARGING and task not in newcomers]
         prepare = (*enlarged[: self.config.max_prepares_per_tick], *newcomers)
         rows = () if self._rows_waited else self._choose_rows()
+        num_rows = sum(task.rows_now for task in rows)
+        part = min(num_rows, self._rows_of_part(rows[0])) if _has_parts(rows) else num_rows
+        is_partial = part < num_rows
+        finished = () if is_partial else tuple(task for task in rows if task.is_last_row)
         decodable = [task for task in self.in_flight if task.stage is Stage.DECODING]
-        decodable = self._share.in_turn([*decodable, *(task for task in rows if task.is_last_row)])
+        decodable = self._share.in_turn([*decodable, *finished])
         return TickPlan(
             prepare=prepare,
             group=rows[0].group if rows else None,
             rows=rows,
-            num_rows=sum(task.rows_now for task in rows),
-            cost=sum(task.cost_now for task in rows),
-            previews=tuple(task for task in rows if self._wants_preview(task)),
+            num_rows=part,
+            cost=sum(task.cost_now for task in rows) * (part / num_rows if is_partial else 1.0),
+            previews=() if is_partial else tuple(task for task in rows if self._wants_preview(task)),
             decode=tuple(decodable[: self.config.max_decodes_per_tick]),
+            is_partial=is_partial,
         )
 
     def apply(self, plan: TickPlan, outcome: TickOutcome, now_s: float) -> list[Event]:
@@ -153,7 +161,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                     task.stage = Stage.DECODING
                     task.clock.denoise_started_s = task.clock.denoise_ended_s = now_s
         for task in plan.rows:
-            if task.stage is Stage.DENOISING:
+            if task.stage is Stage.DENOISING and plan.is_partial:
+                self._charge_rows(task, outcome, plan.cost)
+                task.rows_done += plan.num_rows
+            elif task.stage is Stage.DENOISING:
                 events += self._advance(task, outcome)
         for task in plan.decode:
             if task.stage is Stage.DECODING and task in outcome.pictures:
@@ -269,8 +280,25 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         tasks = self._share.limit_saturating_clients(
             tasks, ready, self.costs, lambda: Counter(task.live.line for task in self._queue.waiting)
         )
+        large = [task for task in tasks if task.rows_done or self._rows_of_part(task) < task.rows_now]
+        if large:  # a large image is evaluated in parts, alone
+            tasks = large[:1] if large[0] is tasks[0] else [task for task in tasks if task not in large]
         self._share.start_tick(tasks)
         return tuple(sorted(tasks, key=lambda task: task.slot or 0))  # the same rows keep the same order
+
+    def _rows_of_part(self, task: ImageTask) -> int:
+        """Return the UNet rows of ``task`` that a tick may evaluate: full calls that take at most ``PART_S``."""
+        if not _has_parts([task]):
+            return task.rows_now
+        group = task.group_now
+        cap = max(1, self.costs.row_cap(group, may_probe=False))
+        return cap * max(1, int(PART_S / max(self.costs.call_s(group, cap), 1e-6)))
+
+    def _charge_rows(self, task: ImageTask, outcome: TickOutcome, cost: float) -> None:
+        if task.clock.denoise_started_s is None:
+            task.clock.denoise_started_s = outcome.rows_started_s
+        task.clock.denoise_ended_s = outcome.rows_ended_s
+        self._share.charge(task, cost)
 
     @staticmethod
     def _wants_preview(task: ImageTask) -> bool:
@@ -280,10 +308,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _advance(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
         ends_step, is_last_row = task.ends_step, task.is_last_row
-        if task.clock.denoise_started_s is None:
-            task.clock.denoise_started_s = outcome.rows_started_s
-        task.clock.denoise_ended_s = outcome.rows_ended_s
-        self._share.charge(task, task.cost_now)
+        self._charge_rows(task, outcome, task.cost_now)
+        task.rows_done = 0
         task.num_evaluations += task.rows_now
         task.row_index += 1
         if is_last_row:
@@ -371,3 +397,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             task.loaded_state.close()
             task.state = None
         self._queue.release(task)
+
+
+def _has_parts(tasks: Sequence[ImageTask]) -> bool:
+    """Return whether ``tasks`` is one image with tiles, whose rows may be evaluated in several ticks."""
+    return len(tasks) == 1 and tasks[0].settings.tiles is not None

@@ -125,6 +125,7 @@ class ImageState:
         references: Reference images of the request, in its order.
         features: Features (F, h, w) of the latest full call for shallow calls, by part and view of the row.
         refined: Inputs of the refiner, until the image switches to it.
+        outputs: (rows, C, h, w) UNet outputs of the next step's rows, while a part of them is evaluated.
     """
 
     conditionings: tuple[AnyConditioning, ...]
@@ -142,6 +143,7 @@ class ImageState:
     references: tuple[PagedReference, ...] = ()
     features: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     refined: RefinerInputs | None = None
+    outputs: Tensor | None = None
 
     @property
     def streams(self) -> tuple[NoiseStream, ...]:

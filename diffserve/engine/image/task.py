@@ -266,6 +266,7 @@ class ImageTask:
         settings: The request's settings, or shorter ones if the image starts from similar latents.
         similarity: Similarity of the prompt whose latents it starts from; ``None`` if it starts from noise.
         row_index: Next row of the step table.
+        rows_done: UNet rows of that table row that earlier ticks have evaluated, of an image with many tiles.
         refined_group: Its group from ``settings.switch_row`` on.
         num_evaluations: UNet rows run so far (two per step under guidance).
         key: Key in the result cache, if this image is the leader of its key.
@@ -287,6 +288,7 @@ class ImageTask:
     similarity: float | None = None
     stage: Stage = Stage.WAITING
     row_index: int = 0
+    rows_done: int = 0
     slot: int | None = None
     group: GroupKey | None = None
     refined_group: GroupKey | None = None
@@ -331,7 +333,7 @@ class ImageTask:
         self.state = self.group = self.refined_group = None
         self.first_pass = self.first_settings = self.similarity = self.resume_from = None
         self.enlargement = self.enlarged = None
-        self.row_index = self.num_evaluations = 0
+        self.row_index = self.rows_done = self.num_evaluations = 0
         self.__post_init__()
 
     @property
@@ -473,13 +475,14 @@ class ImageTask:
 
     @property
     def rows_now(self) -> int:
-        """UNet rows of the next tick of this image, one for each part and tile."""
-        return self.settings.rows_at[self.row_index]
+        """UNet rows that the next row of the step table still needs, one for each part and tile."""
+        return self.settings.rows_at[self.row_index] - self.rows_done
 
     @property
     def cost_now(self) -> float:
-        """Work of the next tick of this image, in UNet rows of the native size."""
-        return self.settings.cost_of_row[self.row_index]
+        """Work that the next row of the step table still needs, in UNet rows of the native size."""
+        cost = self.settings.cost_of_row[self.row_index]
+        return cost * self.rows_now / self.settings.rows_at[self.row_index] if self.rows_done else cost
 
     @property
     def cost_left(self) -> float:
@@ -536,11 +539,13 @@ class TickPlan:
         prepare: Newcomers with a new slot, and images that begin their second pass: encode their prompt and init image,
             and draw the start latent.
         group: The group of ``rows``.
-        rows: Images that advance by one table row; the UNet rows of an image are never split.
+        rows: Images that advance by one table row, or the only image of a tick with ``is_partial``.
         num_rows: UNet rows of ``rows``, before padding.
         cost: Work of ``rows``, in UNet rows of the native size.
         previews: Images of ``rows`` whose denoised estimate is decoded.
         decode: Images to decode after the rows have run, including those that ``rows`` finishes.
+        is_partial: Whether the tick evaluates ``num_rows`` UNet rows of one image with many tiles, which needs further
+            ticks to advance.
     """
 
     prepare: tuple[ImageTask, ...]
@@ -550,6 +555,7 @@ class TickPlan:
     cost: float
     previews: tuple[ImageTask, ...]
     decode: tuple[ImageTask, ...]
+    is_partial: bool = False
 
     @property
     def tasks(self) -> tuple[ImageTask, ...]:

@@ -131,8 +131,10 @@ class UNetCaller:
         self._images: LRUCache[tuple[ReferencedRow, ...], Images] = LRUCache(STACK_BYTES_KEPT, bytes_of_images)
         self._spare: Tensor | None = None
 
-    def predict(self, batch: UNetRows, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
-        """Run the UNet on all rows of ``batch``.
+    def predict(
+        self, batch: UNetRows, group: GroupKey, calls: list[UNetCall], part: range | None = None
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        """Run the UNet on the rows of ``batch``.
 
         A call that raises is halved until the failing rows are alone; all other rows get their results. After an
         out-of-memory error caches are freed and the call is tried once more before it is halved.
@@ -141,18 +143,20 @@ class UNetCaller:
             batch: The rows.
             group: The shape group of all rows.
             calls: Gets an entry for each call that was made.
+            part: The rows to run; by default all. The output of the others is 0.
 
         Returns:
             Output (rows, C, h, w) float32, and exceptions by row.
         """
+        part = range(batch.num_rows) if part is None else part
         output = torch.zeros((batch.num_rows, *batch.scaled.shape[1:]), device=batch.scaled.device)
         failed: dict[int, Exception] = {}
-        residuals = self._residuals(batch, group, calls, failed) if group.is_controlled else None
+        residuals = self._residuals(batch, part, group, calls, failed) if group.is_controlled else None
 
         def call(rows: range, bucket: int) -> None:
             output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls, residuals)
 
-        return output, self._make(range(batch.num_rows), group, call) | failed
+        return output, self._make(part, group, call) | failed
 
     def _make(self, rows: range, group: GroupKey, call: Callable[[range, int], None]) -> dict[int, Exception]:
         """Run ``call`` for all ``rows``, in bucket-sized parts, and return exceptions by row."""
@@ -182,9 +186,9 @@ class UNetCaller:
         return failed
 
     def _residuals(
-        self, batch: UNetRows, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
+        self, batch: UNetRows, part: range, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
     ) -> Residuals:
-        """Compute the ControlNet residuals of all rows of ``batch``, and add exceptions by row to ``failed``.
+        """Compute the ControlNet residuals of ``part`` of ``batch``, and add exceptions by row to ``failed``.
 
         Returns:
             Tensors (num_rows, C, h, w), one for each skip connection and the middle block.
@@ -195,7 +199,8 @@ class UNetCaller:
             torch.zeros((batch.num_rows, *shape), device=batch.scaled.device, dtype=self.model.dtype)
             for shape in shapes
         )
-        for rows in control_calls(batch):
+        of_part = ([row for row in rows if row.row in part] for rows in control_calls(batch))
+        for rows in filter(None, of_part):
             num_tokens = rows[0].contexts.shape[0]
             control_group = GroupKey(
                 group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest
