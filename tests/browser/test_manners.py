@@ -137,7 +137,9 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
     here.choose("rewrite-mode", "Suggest")
     here.write("prompt", "a fox next to a cactus on the beach")
     assert_fits(here)
+    here.page.evaluate("scrollTo(0, 0)")
     here.paint()
+    expect(here.part("picture").locator("img").first).to_be_in_viewport(ratio=0.5)  # above the settings
     assert_fits(here)
     screenshot(here, "phone-create")
     here.page.get_by_role("tab", name="Experiment").click()
