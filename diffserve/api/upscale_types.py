@@ -101,6 +101,16 @@ def check_output_size(width_px: int, height_px: int, param: str) -> None:
     check(width_px * height_px <= MAX_OUTPUT_PIXELS, message, param)
 
 
+def check_network_size(name: str, scale: int, width_px: int, height_px: int, param: str = "image") -> None:
+    """Raise InvalidRequest about ``param`` if a network would make too large an image, before it is resized."""
+    message = (
+        f"upscaler {name!r} makes {scale * width_px}x{scale * height_px} pixels of the image, before they are fitted "
+        f"to the scale or size; at most {MAX_OUTPUT_PIXELS:,} are possible: give an image of at most "
+        f"{MAX_OUTPUT_PIXELS // scale**2:,} pixels, a network with a smaller scale, or lanczos."
+    )
+    check(scale**2 * width_px * height_px <= MAX_OUTPUT_PIXELS, message, param)
+
+
 def upscale_work(width_px: int, height_px: int) -> float:
     """Return the cost of upscaling an image by a network, in UNet rows of the native size."""
     return max(1.0, width_px * height_px / PIXELS_PER_ROW)

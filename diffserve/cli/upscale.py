@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diffserve.api.sizes import parse_size
 from diffserve.api.types import FILTERS, LANCZOS, NEAREST, Picture
-from diffserve.api.upscale_types import check_input_size, check_output_size
+from diffserve.api.upscale_types import check_input_size, check_network_size
 from diffserve.cli.generate import JPEG_QUALITY, note, read_bytes
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.media.images import decode_image, image_format_of, read_infotext
@@ -76,7 +76,7 @@ def run(arguments: UpscaleArguments, settings: Settings) -> int:
     kind = kind_of(examine(data, name=OPTION)) or (None if network is None else "composite")
     if network is not None:
         check_input_size(picture.width_px, picture.height_px)
-        check_output_size(round(scale) * picture.width_px, round(scale) * picture.height_px, OPTION)
+        check_network_size(name, round(scale), picture.width_px, picture.height_px, OPTION)
         with Console(stderr=True, highlight=False).status(f"upscaling by {name}"):
             upscaler = open_upscaler(network, settings)
             picture = Picture.from_array(upscaler.upscale(picture.array))

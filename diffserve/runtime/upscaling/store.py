@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from diffserve.api.errors import InsufficientMemory, InvalidRequest, ModelLoadError
 from diffserve.api.types import FILTERS, ModelInfo, Picture
-from diffserve.api.upscale_types import check_input_size, check_output_size
+from diffserve.api.upscale_types import check_input_size, check_network_size
 from diffserve.media.upscaling import MAX_PASSES, TargetSize, canonical_upscaler, enlarge, needs_another_run
 from diffserve.models.upscalers import UpscalerFile, UpscalerFolders, read_upscaler
 from diffserve.runtime.memory import free_bytes, give_memory_back
@@ -50,7 +50,7 @@ class UpscalerStore:
         """
         _, path = self._folders.find(name)
         scale = _read(name, path).shape.scale
-        check_output_size(scale * width_px, scale * height_px, param)
+        check_network_size(name, scale, width_px, height_px, param)
 
     def check_between_passes(self, name: str, width_px: int, height_px: int) -> tuple[str, bytes]:
         """Check the upscaler between the passes of hires fix.
@@ -72,7 +72,7 @@ class UpscalerStore:
         full_name, path = self._folders.find(name, HIRES_FIELD)
         scale = _read(full_name, path, HIRES_FIELD).shape.scale
         check_input_size(width_px, height_px)
-        check_output_size(scale * width_px, scale * height_px, HIRES_FIELD)
+        check_network_size(full_name, scale, width_px, height_px, HIRES_FIELD)
         return full_name, hashlib.sha256(repr(_stamp(path)).encode()).digest()
 
     def load(self, name: str) -> Upscaler:

@@ -26,7 +26,7 @@ from diffserve.api.upscale_types import (
     Upscaled,
     UpscaleRequest,
     check_input_size,
-    check_output_size,
+    check_network_size,
     upscale_work,
 )
 from diffserve.media.decoders import ImageDecoder
@@ -217,8 +217,7 @@ def read_job(
     if networks:
         check_input_size(width, height)
         for each in networks:
-            times = round(upscalers.resolve(each)[1])
-            check_output_size(times * width, times * height, "image")
+            check_network_size(each, round(upscalers.resolve(each)[1]), width, height)
     target = target_size(width, height, scale=scale, size=size, default_scale=network_scale)
     kind = kind_of(reader.examine(file))
     factor = max(target.width_px / width, target.height_px / height)
