@@ -47,7 +47,7 @@ from diffserve.client.images import (
     Provenance,
     UpscaledImage,
 )
-from diffserve.client.jobs import JobEvent, JobFailure, JobFields, JobStatus, StoredJob
+from diffserve.client.jobs import JobEvent, JobFailure, JobFields, JobOutput, JobStatus, StoredJob
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
     ControlNet,
@@ -104,6 +104,7 @@ from diffserve.client.texts import (
     TextUsage,
 )
 from diffserve.client.transport import DEFAULT_URL, AsyncStream
+from diffserve.client.webhooks import WebhookEndpoint, WebhookUpdate
 
 __all__ = [
     "DEFAULT_URL",
@@ -145,6 +146,7 @@ __all__ = [
     "JobEvent",
     "JobFailure",
     "JobFields",
+    "JobOutput",
     "JobStatus",
     "LanguageCapabilities",
     "Limits",
@@ -196,6 +198,8 @@ __all__ = [
     "UpscaleFields",
     "UpscaledImage",
     "UsedDay",
+    "WebhookEndpoint",
+    "WebhookUpdate",
     "World",
     "ask_for",
     "batch_lines",

@@ -11,21 +11,24 @@ from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from fastapi import FastAPI, Query
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, parse, show
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
+from diffserve.service.images.image_store import base_url_of
 from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body
 from diffserve.service.models import Offer
 from diffserve.service.stored.batch_runner import is_stream
 from diffserve.service.stored.files import list_response
 from diffserve.service.stored.job_runner import JobRunner
 from diffserve.service.stored.owners import Owners
+from diffserve.service.stored.webhooks import MAX_URL_CHARS, check_url
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batch_input import path_of
 from diffserve.store.database import PageSelection
@@ -35,6 +38,21 @@ DEFAULT_TIMEOUT_S: Final = 24 * 3600.0
 LOOK_EVERY_S: Final = 1.0
 STREAM_S: Final = 24 * 3600.0
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
+
+
+class OutputBody(BaseModel):
+    """Where the result of a job goes, in addition to ``GET /v1/jobs/{id}/result``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", title="JobOutput")
+
+    put_url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=MAX_URL_CHARS,
+            description="Presigned https URL (S3, GCS, MinIO) to which the answer of a successful job is PUT.",
+        ),
+    ]
 
 
 class JobBody(Body):
@@ -54,18 +72,29 @@ class JobBody(Body):
             ge=1, le=7 * 24 * 3600, description="Seconds within which it must begin, else it expires; a day if unset."
         ),
     ] = None
+    output: OutputBody | None = None
 
 
 class JobRoutes:
-    """Routes of ``jobs``, which ``runner`` runs; ``offers`` are the bodies of the endpoints that a job may call."""
+    """Routes of ``jobs``, which ``runner`` runs.
+
+    ``offers`` are the bodies of the endpoints that a job may call; ``uploads`` sends results to other servers.
+    """
 
     def __init__(
-        self, app: FastAPI, jobs: Jobs, owners: Owners, runner: JobRunner, offers: Mapping[str, Offer]
+        self,
+        app: FastAPI,
+        jobs: Jobs,
+        owners: Owners,
+        runner: JobRunner,
+        offers: Mapping[str, Offer],
+        uploads: OutgoingClient,
     ) -> None:
         self._jobs = jobs
         self._owners = owners
         self._runner = runner
         self._offers = offers
+        self._uploads = uploads
         path = "/v1/jobs/{job_id}"
         app.get("/v1/jobs", summary="List jobs")(self.list_jobs)
         app.get(path, summary="Describe a job")(self.retrieve)
@@ -101,7 +130,11 @@ class JobRoutes:
             raise InvalidRequest(message, param="stream", code="unsupported_value")
         await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
         timeout_s = body.timeout_s or DEFAULT_TIMEOUT_S
-        about = (owner, name, endpoint, content.decode(), timeout_s)
+        output = {"base_url": base_url_of(request, "")}
+        if body.output is not None:
+            check_url(self._uploads, body.output.put_url, "output.put_url", "upload_hosts")
+            output |= {"put_url": body.output.put_url, "status": "waiting"}
+        about = (owner, name, endpoint, content.decode(), timeout_s, output)
         try:
             job, is_new = await LISTINGS.run(self._jobs.add, *about)
         except InvalidRequest as error:
@@ -229,7 +262,16 @@ def job_object(job: Job) -> dict[str, Any]:
         "started_at": int(times["running"]) if "running" in times else None,
         "finished_at": int(times[job.status]) if job.is_over else None,
         "has_result": job.result_status > 0,
+        "output": _output_object(job),
     }
+
+
+def _output_object(job: Job) -> dict[str, Any] | None:
+    """Return the state of an upload, without the query of its URL, which contains a signature."""
+    if "put_url" not in job.output:
+        return None
+    url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
+    return {"put_url": url, "status": job.output["status"], "error": error or None}
 
 
 def _not_found(name: str) -> HttpError:
