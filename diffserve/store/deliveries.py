@@ -24,7 +24,7 @@ MAX_JITTER: Final = 0.1
 """Share by which a delay is extended at random, so that many deliveries do not repeat at once."""
 
 PAUSE_S: Final = 30.0
-"""After a failed attempt, the other deliveries of the recipient wait for this many seconds."""
+"""After a failed attempt, the other due deliveries of the recipient wait for this many seconds."""
 
 EVENT_S: Final = 15.0
 """Limit on the delivery of an event."""
@@ -112,19 +112,20 @@ class Deliveries:
             is_final: Whether there are no further attempts; so it is after the last of ``DELAYS_S``.
 
         Returns:
-            Whether there will be another attempt.
+            Whether there will be another attempt, if the lease was not lost.
         """
         if is_final or delivery.attempts > len(DELAYS_S):
             self._end(delivery, error)
             return False
         now_s = self._clock()
         delay_s = DELAYS_S[delivery.attempts - 1] * (1.0 + MAX_JITTER * random.random())
-        is_waiting = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s < now_s + PAUSE_S)
-        pause = update(deliveries).where(is_waiting, deliveries.c.number != delivery.number)
-        with self._database.writing(at_once=False) as connection:
-            connection.execute(update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s))
-            connection.execute(pause.values(next_s=now_s + PAUSE_S))
-            _note(connection, delivery, error, "waiting")
+        repeat = update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s)
+        is_due = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s <= now_s)
+        pause = update(deliveries).where(is_due, deliveries.c.number != delivery.number)
+        with self._database.writing(at_once=False, exclusive=True) as connection:  # one server at a time: no deadlock
+            if connection.execute(repeat).rowcount:
+                connection.execute(pause.values(next_s=now_s + PAUSE_S))
+                _note(connection, delivery, error, "waiting")
         return True
 
     def give_back(self, delivery: Delivery) -> None:
@@ -140,8 +141,8 @@ class Deliveries:
 
     def _end(self, delivery: Delivery, error: str) -> None:
         with self._database.writing(at_once=False) as connection:
-            connection.execute(delete(deliveries).where(_is_leased(delivery)))
-            _note(connection, delivery, error, "failed" if error else "delivered")
+            if connection.execute(delete(deliveries).where(_is_leased(delivery))).rowcount:
+                _note(connection, delivery, error, "failed" if error else "delivered")
 
 
 def add_upload(connection: Connection, owner: str, job: int, now_s: float) -> None:
