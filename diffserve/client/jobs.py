@@ -23,6 +23,14 @@ class JobFailure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+class JobOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Upload of a result; ``put_url`` lacks its query, and ``error`` says why the latest attempt failed."""
+
+    put_url: str
+    status: Literal["waiting", "delivered", "failed"]
+    error: str | None = None
+
+
 class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """State of a job on the server; times are in seconds since 1970.
 
@@ -33,6 +41,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
         estimated_seconds: Seconds until its end; None if unknown.
         expires_at: When it expires if it has not begun.
         has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
+        output: The upload of the result, if one was requested.
     """
 
     id: str
@@ -48,6 +57,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     started_at: int | None = None
     finished_at: int | None = None
     has_result: bool = False
+    output: JobOutput | None = None
 
     @property
     def is_over(self) -> bool:
@@ -100,13 +110,21 @@ def job_reader() -> TypedReader[JobEvent | JobProgress]:
 class JobMethods(HttpClient):
     """Methods of the client for jobs."""
 
-    async def begin_job(self, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> StoredJob:
+    async def begin_job(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        put_url: str | None = None,
+    ) -> StoredJob:
         """Create a job: a request that the server runs in the background, also after a restart.
 
         Args:
             endpoint: Path of the request, such as /v1/images/generations.
             body: Body of the request.
             timeout_s: Seconds within which it must begin; None: a day.
+            put_url: Presigned https URL to which the server also uploads the answer; None: no upload.
 
         Returns:
             The job, which is on the disk of the server.
@@ -114,10 +132,16 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: A value is wrong.
         """
-        return await self._call("POST", JOBS, StoredJob, _fields(endpoint, body, timeout_s))
+        return await self._call("POST", JOBS, StoredJob, _fields(endpoint, body, timeout_s, put_url))
 
     async def put_job(
-        self, job_id: str, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        job_id: str,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        put_url: str | None = None,
     ) -> StoredJob:
         """Create a job with an ID of your own; repeating the call, such as after a lost answer, creates no second job.
 
@@ -126,6 +150,7 @@ class JobMethods(HttpClient):
             endpoint: Path of the request, such as /v1/images/generations.
             body: Body of the request.
             timeout_s: Seconds within which it must begin; None: a day.
+            put_url: Presigned https URL to which the server also uploads the answer; None: no upload.
 
         Returns:
             The job, which is on the disk of the server.
@@ -133,7 +158,7 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: A value is wrong, or the job exists with another endpoint or body.
         """
-        return await self._call("PUT", resource(JOBS, job_id), StoredJob, _fields(endpoint, body, timeout_s))
+        return await self._call("PUT", resource(JOBS, job_id), StoredJob, _fields(endpoint, body, timeout_s, put_url))
 
     async def jobs(self, **fields: Unpack[JobFields]) -> Listed[StoredJob]:
         """List one page of the jobs.
@@ -281,7 +306,11 @@ class JobMethods(HttpClient):
         return await self._succeeds("DELETE", resource(JOBS, job_id), "job_not_found")
 
 
-def _fields(endpoint: str, body: Mapping[str, Any], timeout_s: float | None) -> bytes:
+def _fields(endpoint: str, body: Mapping[str, Any], timeout_s: float | None, put_url: str | None) -> bytes:
     """Encode the body of a request for a job."""
-    fields = {"endpoint": endpoint, "body": body}
-    return encode_json(fields if timeout_s is None else fields | {"timeout_s": timeout_s})
+    fields: dict[str, Any] = {"endpoint": endpoint, "body": body}
+    if timeout_s is not None:
+        fields["timeout_s"] = timeout_s
+    if put_url is not None:
+        fields["output"] = {"put_url": put_url}
+    return encode_json(fields)

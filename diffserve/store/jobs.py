@@ -17,8 +17,10 @@ from sqlalchemy import ColumnElement, Connection, Select, delete, func, or_, sel
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.deliveries import add_upload
 from diffserve.store.files import require_room
 from diffserve.store.schema import jobs
+from diffserve.store.webhooks import add_event
 
 FOLDER: Final = "jobs"
 KEPT_S: Final = 7 * 24 * 3600.0
@@ -54,6 +56,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         losses: Engines that were lost while they ran it.
         result_status: HTTP status of the result, 0 if there is none.
         result_bytes: Length of the result's body.
+        output: Where its result goes: ``base_url``, the beginning of image URLs; and if the result is uploaded,
+            ``put_url``, ``status`` (waiting, delivered or failed) and ``error``.
     """
 
     number: int
@@ -72,6 +76,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float
     result_status: int
     result_bytes: int
+    output: dict[str, str]
 
     @property
     def is_over(self) -> bool:
@@ -102,6 +107,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float
     result_status: int = 0
     result_bytes: int = 0
+    output: dict[str, str] = {}
 
 
 class JobFilter(NamedTuple):
@@ -129,7 +135,9 @@ class Jobs:
         self._database = database
         self._clock = clock
 
-    def add(self, owner: str, name: str, endpoint: str, body: str, timeout_s: float) -> tuple[Job, bool]:
+    def add(
+        self, owner: str, name: str, endpoint: str, body: str, timeout_s: float, output: dict[str, str] | None = None
+    ) -> tuple[Job, bool]:
         """Add a job, which is on the disk when this returns.
 
         Args:
@@ -138,6 +146,7 @@ class Jobs:
             endpoint: The path of the request.
             body: The body of the request, JSON.
             timeout_s: Seconds after which it expires if it has not begun.
+            output: Where its result goes, see ``Job``.
 
         Returns:
             The job, and whether it is new; an earlier one has the same endpoint and body.
@@ -148,7 +157,7 @@ class Jobs:
         now_s = self._clock()
         new = NewJob(
             id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
-            created_s=now_s, expires_s=now_s + timeout_s,
+            created_s=now_s, expires_s=now_s + timeout_s, output=output or {},
         )  # fmt: skip
         count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.not_in(OVER))
         with self._database.writing(exclusive=True) as connection:
@@ -170,6 +179,12 @@ class Jobs:
         """Return ``owner``'s job with the ID ``name``, or None."""
         with self._database.reading() as connection:
             return find_row(connection, Job, jobs, owner=owner, id=name)
+
+    def by_number(self, number: int) -> Job | None:
+        """Return the job with this number, or None."""
+        with self._database.reading() as connection:
+            row = connection.execute(select(jobs).where(jobs.c.number == number)).first()
+        return None if row is None else read_row(Job, row)
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
@@ -393,8 +408,13 @@ class Jobs:
             return self._move(connection, job, status, **values)
 
     def _move(self, connection: Connection, job: Job, status: Status, **values: Any) -> Job:
-        changes = {"status": status, "events": _events(job.entered, status, self._clock()), **values}
+        now_s = self._clock()
+        changes = {"status": status, "events": _events(job.entered, status, now_s), **values}
         connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
+        if status in OVER:
+            add_event(connection, job.owner, f"job.{status}", job.id, now_s)
+        if status == "succeeded" and "put_url" in job.output:
+            add_upload(connection, job.owner, job.number, now_s)
         return msgspec.structs.replace(job, **changes)
 
 
