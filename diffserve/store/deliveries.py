@@ -100,11 +100,11 @@ class Deliveries:
         return msgspec.structs.replace(delivery, **changes)
 
     def succeed(self, delivery: Delivery) -> None:
-        """End a leased delivery that was accepted by its recipient."""
+        """End a delivery that was accepted by its recipient; nothing changes if its lease was lost."""
         self._end(delivery, "")
 
     def fail(self, delivery: Delivery, error: str, *, is_final: bool = False) -> bool:
-        """Record why the attempt of a leased delivery failed, and plan the next one.
+        """Record why an attempt failed and plan the next one; nothing changes if the lease was lost.
 
         Args:
             delivery: The delivery as it was claimed.
@@ -112,7 +112,7 @@ class Deliveries:
             is_final: Whether there are no further attempts; so it is after the last of ``DELAYS_S``.
 
         Returns:
-            Whether there will be another attempt.
+            Whether this call planned another attempt.
         """
         if is_final or delivery.attempts > len(DELAYS_S):
             self._end(delivery, error)
@@ -120,12 +120,16 @@ class Deliveries:
         now_s = self._clock()
         delay_s = DELAYS_S[delivery.attempts - 1] * (1.0 + MAX_JITTER * random.random())
         is_waiting = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s < now_s + PAUSE_S)
-        pause = update(deliveries).where(is_waiting, deliveries.c.number != delivery.number)
+        waiting = select(deliveries.c.number).where(is_waiting, deliveries.c.number != delivery.number)
+        unlocked = waiting.with_for_update(skip_locked=True)  # to wait for other servers here could be a deadlock
+        pause = update(deliveries).where(deliveries.c.number.in_(unlocked)).values(next_s=now_s + PAUSE_S)
+        retry = update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s)
         with self._database.writing(at_once=False) as connection:
-            connection.execute(update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s))
-            connection.execute(pause.values(next_s=now_s + PAUSE_S))
-            _note(connection, delivery, error, "waiting")
-        return True
+            is_leased = connection.execute(retry).rowcount == 1
+            if is_leased:
+                connection.execute(pause)
+                _note(connection, delivery, error, "waiting")
+        return is_leased
 
     def give_back(self, delivery: Delivery) -> None:
         """Return a leased delivery whose attempt was interrupted by this server."""
@@ -140,8 +144,8 @@ class Deliveries:
 
     def _end(self, delivery: Delivery, error: str) -> None:
         with self._database.writing(at_once=False) as connection:
-            connection.execute(delete(deliveries).where(_is_leased(delivery)))
-            _note(connection, delivery, error, "failed" if error else "delivered")
+            if connection.execute(delete(deliveries).where(_is_leased(delivery))).rowcount == 1:
+                _note(connection, delivery, error, "failed" if error else "delivered")
 
 
 def add_upload(connection: Connection, owner: str, job: int, now_s: float) -> None:
