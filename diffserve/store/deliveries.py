@@ -24,7 +24,7 @@ MAX_JITTER: Final = 0.1
 """Share by which a delay is extended at random, so that many deliveries do not repeat at once."""
 
 PAUSE_S: Final = 30.0
-"""After a failed attempt, the other deliveries of the recipient wait for this many seconds."""
+"""After a failed attempt, the other due deliveries of the recipient wait for this many seconds."""
 
 EVENT_S: Final = 15.0
 """Limit on the delivery of an event."""
@@ -100,11 +100,11 @@ class Deliveries:
         return msgspec.structs.replace(delivery, **changes)
 
     def succeed(self, delivery: Delivery) -> None:
-        """End a delivery that was accepted by its recipient; nothing changes if its lease was lost."""
+        """End a leased delivery that was accepted by its recipient."""
         self._end(delivery, "")
 
     def fail(self, delivery: Delivery, error: str, *, is_final: bool = False) -> bool:
-        """Record why an attempt failed and plan the next one; nothing changes if the lease was lost.
+        """Record why the attempt of a leased delivery failed, and plan the next one.
 
         Args:
             delivery: The delivery as it was claimed.
@@ -112,24 +112,21 @@ class Deliveries:
             is_final: Whether there are no further attempts; so it is after the last of ``DELAYS_S``.
 
         Returns:
-            Whether this call planned another attempt.
+            Whether there will be another attempt, if the lease was not lost.
         """
         if is_final or delivery.attempts > len(DELAYS_S):
             self._end(delivery, error)
             return False
         now_s = self._clock()
         delay_s = DELAYS_S[delivery.attempts - 1] * (1.0 + MAX_JITTER * random.random())
-        is_waiting = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s < now_s + PAUSE_S)
-        waiting = select(deliveries.c.number).where(is_waiting, deliveries.c.number != delivery.number)
-        unlocked = waiting.with_for_update(skip_locked=True)  # to wait for other servers here could be a deadlock
-        pause = update(deliveries).where(deliveries.c.number.in_(unlocked)).values(next_s=now_s + PAUSE_S)
-        retry = update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s)
-        with self._database.writing(at_once=False) as connection:
-            is_leased = connection.execute(retry).rowcount == 1
-            if is_leased:
-                connection.execute(pause)
+        repeat = update(deliveries).where(_is_leased(delivery)).values(next_s=now_s + delay_s)
+        is_due = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s <= now_s)
+        pause = update(deliveries).where(is_due, deliveries.c.number != delivery.number)
+        with self._database.writing(at_once=False, exclusive=True) as connection:  # one server at a time: no deadlock
+            if connection.execute(repeat).rowcount:
+                connection.execute(pause.values(next_s=now_s + PAUSE_S))
                 _note(connection, delivery, error, "waiting")
-        return is_leased
+        return True
 
     def give_back(self, delivery: Delivery) -> None:
         """Return a leased delivery whose attempt was interrupted by this server."""
@@ -144,7 +141,7 @@ class Deliveries:
 
     def _end(self, delivery: Delivery, error: str) -> None:
         with self._database.writing(at_once=False) as connection:
-            if connection.execute(delete(deliveries).where(_is_leased(delivery))).rowcount == 1:
+            if connection.execute(delete(deliveries).where(_is_leased(delivery))).rowcount:
                 _note(connection, delivery, error, "failed" if error else "delivered")
 
 

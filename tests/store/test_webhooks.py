@@ -14,7 +14,16 @@ from diffserve.store import Database, webhooks
 from diffserve.store.batch_input import LineProblem
 from diffserve.store.batches import Batches
 from diffserve.store.database import PageSelection
-from diffserve.store.deliveries import DELAYS_S, EVENT_S, LEASE_RESERVE_S, MAX_JITTER, PAUSE_S, Deliveries, Delivery
+from diffserve.store.deliveries import (
+    DELAYS_S,
+    EVENT_S,
+    LEASE_RESERVE_S,
+    MAX_JITTER,
+    PAUSE_S,
+    UPLOAD_S,
+    Deliveries,
+    Delivery,
+)
 from diffserve.store.files import Files
 from diffserve.store.jobs import Jobs
 from diffserve.store.schema import deliveries as table
@@ -67,9 +76,9 @@ def event_of(delivery: Delivery) -> tuple[str, str]:
 
 
 def current(endpoints: WebhookEndpoints, endpoint: WebhookEndpoint) -> WebhookEndpoint:
-    found = endpoints.get(endpoint.id)
-    assert found is not None
-    return found
+    row = endpoints.get(endpoint.id)
+    assert row is not None
+    return row
 
 
 def finish_job(jobs: Jobs, name: str = "one", owner: str = "key-1", **output: str) -> None:
@@ -100,10 +109,10 @@ def test_every_end_of_a_job_is_an_event_of_its_owner(
     jobs.add("key-1", "late", PATH, "{}", 60.0)
     clock.now_s += 61.0
     jobs.sweep()
-    found = []
+    received = []
     while (delivery := deliveries.claim()) is not None:
-        found.append(event_of(delivery))
-    assert found == [
+        received.append(event_of(delivery))
+    assert received == [
         ("job.succeeded", "good"), ("job.failed", "bad"), ("job.cancelled", "unwanted"), ("job.expired", "late"),
     ]  # fmt: skip
 
@@ -152,8 +161,8 @@ def test_a_rolled_back_change_has_no_event(
     def fail(*_: object) -> None:
         raise OSError("the disk is full")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr("diffserve.store.jobs.add_event", fail)
+    monkeypatch.setattr("diffserve.store.jobs.add_event", fail)
+    with pytest.raises(OSError, match="full"):
         jobs.cancel("key-1", "one")
     job = jobs.get("key-1", "one")
     assert job is not None
@@ -286,6 +295,43 @@ def test_the_outcome_of_an_upload_is_in_its_job(deliveries: Deliveries, jobs: Jo
     finish_job(jobs, "refused", **output)
     assert not deliveries.fail(claim(deliveries), "the host of put_url answered 403.", is_final=True)
     assert (upload_of("refused")["status"], deliveries.claim()) == ("failed", None)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_server_that_lost_its_lease_does_not_change_the_outcome(
+    open_database: OpenDatabase, clock: Clock, is_final: bool
+) -> None:
+    database = open_database()
+    slow, fast, jobs = Deliveries(database, clock), Deliveries(open_database(), clock), Jobs(database, clock)
+    finish_job(jobs, put_url="https://bucket.example.org/a", status="waiting")
+    lost = claim(slow)
+    clock.now_s += UPLOAD_S + LEASE_RESERVE_S
+    repeated = claim(fast)
+    slow.fail(lost, "the host of put_url answered 403.", is_final=is_final)
+    fast.succeed(repeated)
+    job = jobs.get("key-1", "one")
+    assert job is not None
+    assert (job.output["status"], job.output["error"], fast.claim()) == ("delivered", "", None)
+    slow.fail(lost, "the host of put_url answered 403.", is_final=is_final)
+    assert jobs.get("key-1", "one") == job
+
+
+def test_two_servers_record_failures_of_one_endpoint(open_database: OpenDatabase) -> None:
+    databases = [open_database() for _ in range(2)]
+    servers = [Deliveries(database) for database in databases]
+    endpoint = WebhookEndpoints(databases[0]).add("key-1", "dead", URL, EVENT_TYPES)
+    for number in range(40):
+        finish_job(Jobs(databases[0]), f"job-{number}")
+    leased = [[claim(server) for _ in range(10)] for server in servers]
+
+    def fail(server: int) -> list[bool]:
+        return [servers[server].fail(delivery, "the endpoint answered 500.") for delivery in leased[server]]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(fail, range(2))) == [[True] * 10] * 2
+    assert (servers[0].claim(), current(WebhookEndpoints(databases[1]), endpoint).last_error) == (
+        None, "the endpoint answered 500.",
+    )  # fmt: skip
 
 
 def test_two_servers_deliver_every_event_once(open_database: OpenDatabase) -> None:

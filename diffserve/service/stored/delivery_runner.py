@@ -115,8 +115,6 @@ class DeliveryRunner:
             except DeliveryError as error:
                 is_repeated = await run_to_end(self._deliveries.fail, delivery, str(error), is_final=error.is_final)
                 log.warning("a delivery failed", extra=facts | {"reason": str(error), "is_repeated": is_repeated})
-            else:
-                await run_to_end(self._deliveries.succeed, delivery)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
                 await run_to_end(self._deliveries.give_back, delivery)
@@ -128,6 +126,11 @@ class DeliveryRunner:
             log.exception("a delivery failed", extra=facts)
 
     async def _send_event(self, delivery: Delivery) -> None:
+        """Send an event and end its delivery.
+
+        Raises:
+            DeliveryError: It was not accepted.
+        """
         endpoint = await LISTINGS.run(self._endpoints.get, delivery.recipient)
         if endpoint is None or not self._owners.is_good(endpoint.owner):
             await run_to_end(self._deliveries.drop, delivery)
@@ -136,11 +139,13 @@ class DeliveryRunner:
         if status == GONE:
             reason = f"disabled because the endpoint answered {GONE}; update it to enable it again."
             await run_to_end(self._endpoints.disable, endpoint.id, reason)
-        elif not 200 <= status < 300:
+        elif 200 <= status < 300:
+            await run_to_end(self._deliveries.succeed, delivery)
+        else:
             raise DeliveryError(f"the endpoint answered {status}.")
 
     async def _upload(self, delivery: Delivery) -> None:
-        """Upload the result of a job.
+        """Upload the result of a job and end its delivery.
 
         Raises:
             DeliveryError: It was not accepted.
@@ -166,6 +171,7 @@ class DeliveryRunner:
         if not 200 <= answer.status < 300:
             is_final = 400 <= answer.status < 500 and answer.status not in PASSING_ERRORS
             raise DeliveryError(f"the host of put_url answered {answer.status}.", is_final=is_final)
+        await run_to_end(self._deliveries.succeed, delivery)
 
 
 async def send_event(client: OutgoingClient, endpoint: WebhookEndpoint, event: str, body: bytes) -> int:
