@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -95,6 +96,32 @@ def test_failures_of_one_endpoint_on_two_servers_do_not_block_each_other(
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(fail, range(2))) == [30, 30]
+
+
+def test_an_endpoint_can_be_disabled_while_another_server_records_failures(
+    open_database: OpenDatabase, clock: Clock
+) -> None:
+    database = open_database()
+    endpoints, deliveries = WebhookEndpoints(database, clock), Deliveries(open_database(), clock)
+    for turn in range(10):
+        endpoint = endpoints.add("key-1", "all", URL, EVENT_TYPES)
+        for number in range(8):
+            finish_job(database, clock, f"job-{turn}-{number}")
+        leased, barrier = [claim(deliveries) for _ in range(8)], Barrier(2)
+
+        def fail(leased: list[Delivery] = leased, barrier: Barrier = barrier) -> None:
+            barrier.wait(60.0)
+            for delivery in leased:
+                deliveries.fail(delivery, f"the endpoint answered {delivery.number}.")
+
+        def disable(name: str = endpoint.id, barrier: Barrier = barrier) -> None:
+            barrier.wait(60.0)
+            endpoints.disable(name, "disabled because the endpoint answered 410.")
+
+        with ThreadPoolExecutor(2) as pool:
+            for task in [pool.submit(fail), pool.submit(disable)]:
+                task.result()
+        endpoints.delete(endpoint.id)
 
 
 def test_a_late_outcome_keeps_the_reason_of_a_disabled_endpoint(database: Database, clock: Clock) -> None:
