@@ -108,7 +108,7 @@ class Receiver:
         with OpenAI(api_key="unused", webhook_secret=secret) as client:
             posts = [request for request in self.requests if request.method == "POST"]
             events = [client.webhooks.unwrap(request.body, request.headers) for request in posts]
-        return [(event.type, event.data.id) for event in events]  # type: ignore[union-attr]
+        return [(event.type, event.data.id) for event in events]
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_events_of_jobs_responses_and_batches_arrive(
         batch = openai.batches.create(
             input_file_id=file.id,
             endpoint=GENERATIONS,
-            completion_window="24h",  # type: ignore[arg-type]
+            completion_window="24h",
         )
     until(lambda: len(receiver.requests) == 3, "three events")
     expected = {("job.succeeded", job.id), ("response.completed", response["id"]), ("batch.completed", batch.id)}
@@ -372,7 +372,9 @@ def test_a_bad_endpoint_is_refused(server: RunningServer, fields: dict[str, Any]
 
 @pytest.mark.slow
 def test_odd_outputs_and_unknown_endpoints_are_refused(server: RunningServer, client: Client) -> None:
-    for output in ("x", 1, [], {}, {"put_url": f"https://{HOST}/", "get_url": "x"}, {"url": f"https://{HOST}/"}):
+    url = f"https://{HOST}/"
+    outputs: list[Any] = ["x", 1, [], {}, {"put_url": url, "get_url": "x"}, {"url": url}]
+    for output in outputs:
         answer = server.client.post(JOBS, json={"endpoint": GENERATIONS, "body": BODY, "output": output})
         assert answer.status_code == 400, output
         assert error_of(answer)["param"].startswith("output")
