@@ -47,7 +47,16 @@ from diffserve.client.images import (
     Provenance,
     UpscaledImage,
 )
-from diffserve.client.jobs import JobEvent, JobFailure, JobFields, JobOutput, JobStatus, StoredJob
+from diffserve.client.jobs import (
+    CancelledJobs,
+    JobEvent,
+    JobFailure,
+    JobFields,
+    JobOutput,
+    JobProgress,
+    JobStatus,
+    StoredJob,
+)
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
     ControlNet,
@@ -111,6 +120,7 @@ __all__ = [
     "Asker",
     "AsyncClient",
     "AsyncStream",
+    "CancelledJobs",
     "Capabilities",
     "CellFinished",
     "Chat",
@@ -147,6 +157,7 @@ __all__ = [
     "JobFailure",
     "JobFields",
     "JobOutput",
+    "JobProgress",
     "JobStatus",
     "LanguageCapabilities",
     "Limits",

@@ -60,8 +60,8 @@ def test_every_old_database_keeps_its_rows(tmp_path: Path, version: int) -> None
             name: connection.execute(select(func.count()).select_from(table)).scalar_one()
             for name, table in metadata.tables.items()
         }
-    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5, "jobs": 7}
-    first_versions |= dict.fromkeys(NEW_TABLES, 7)
+    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5}
+    first_versions |= dict.fromkeys(("jobs", *NEW_TABLES), 7)
     assert num_rows == {name: int(version >= first_versions.get(name, 2)) for name in metadata.tables}
     with closing(sqlite3.connect(tmp_path / f"{FILE}.version-{version}")) as backup:
         assert backup.execute("PRAGMA user_version").fetchone() == (version,)
