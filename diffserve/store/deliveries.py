@@ -112,7 +112,7 @@ class Deliveries:
             is_final: Whether there are no further attempts; so it is after the last of ``DELAYS_S``.
 
         Returns:
-            Whether there will be another attempt, if the lease was not lost.
+            Whether this call planned another attempt; False if the lease was lost.
         """
         if is_final or delivery.attempts > len(DELAYS_S):
             self._end(delivery, error)
@@ -123,10 +123,11 @@ class Deliveries:
         is_due = (deliveries.c.recipient == delivery.recipient) & (deliveries.c.next_s <= now_s)
         pause = update(deliveries).where(is_due, deliveries.c.number != delivery.number)
         with self._database.writing(at_once=False, exclusive=True) as connection:  # one server at a time: no deadlock
-            if connection.execute(repeat).rowcount:
+            is_leased = connection.execute(repeat).rowcount == 1
+            if is_leased:
                 connection.execute(pause.values(next_s=now_s + PAUSE_S))
                 _note(connection, delivery, error, "waiting")
-        return True
+        return is_leased
 
     def give_back(self, delivery: Delivery) -> None:
         """Return a leased delivery whose attempt was interrupted by this server."""

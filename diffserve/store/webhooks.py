@@ -121,14 +121,15 @@ class WebhookEndpoints:
         """Stop the events of an endpoint until it is updated; waiting ones are dropped."""
         with self._database.writing() as connection:
             is_it = webhook_endpoints.c.id == endpoint_id
-            connection.execute(update(webhook_endpoints).where(is_it).values(disabled=reason, last_error=reason))
+            # deliveries first, as in the outcomes of attempts: another order of locks could be a deadlock
             connection.execute(delete(deliveries).where(deliveries.c.recipient == endpoint_id))
+            connection.execute(update(webhook_endpoints).where(is_it).values(disabled=reason, last_error=reason))
 
     def delete(self, endpoint_id: str) -> None:
         """Delete an endpoint with its waiting events."""
         with self._database.writing() as connection:
-            connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
             connection.execute(delete(deliveries).where(deliveries.c.recipient == endpoint_id))
+            connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
 
     def add_event(self, owner: str, event_type: str, object_id: str) -> None:
         """Add an event of an object that is not in the database."""

@@ -132,7 +132,7 @@ class DeliveryRunner:
             DeliveryError: It was not accepted.
         """
         endpoint = await LISTINGS.run(self._endpoints.get, delivery.recipient)
-        if endpoint is None or not self._owners.is_good(endpoint.owner):
+        if endpoint is None or endpoint.disabled or not self._owners.is_good(endpoint.owner):
             await run_to_end(self._deliveries.drop, delivery)
             return
         status = await send_event(self._hooks, endpoint, delivery.event, delivery.body.encode())
