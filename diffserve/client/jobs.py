@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Unpack
 from urllib.parse import urlencode
 
@@ -12,7 +12,7 @@ from diffserve.client.stored import Listed, PageFields
 from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, encode_json, resource
 
 JOBS: Final = "/v1/jobs"
-JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -27,16 +27,24 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """State of a job on the server; times are in seconds since 1970.
 
     Attributes:
+        prompt: Prompt in the body of the request, None if it has none.
         attempts: Number of times that the server began to run the job.
+        position: Position in the queue of all clients, 1 starts next; None if it is not queued.
+        progress: Share of its work that is done, from 0 to 1; None if it does not run, or unknown.
+        estimated_seconds: Seconds until its end; None if unknown.
         expires_at: When it expires if it has not begun.
         has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
     """
 
     id: str
     endpoint: str
+    prompt: str | None = None
     status: JobStatus
     error: JobFailure | None = None
     attempts: int
+    position: int | None = None
+    progress: float | None = None
+    estimated_seconds: float | None = None
     created_at: int
     expires_at: int
     started_at: int | None = None
@@ -62,12 +70,14 @@ class JobFields(PageFields, total=False):
     """Filter and page selection of a list of jobs.
 
     Attributes:
-        status: Only jobs in this state.
+        status: Only jobs in these states.
         endpoint: Only jobs of this path.
+        prefix: Only jobs whose ID begins with this.
     """
 
-    status: JobStatus
+    status: JobStatus | Sequence[JobStatus]
     endpoint: str
+    prefix: str
 
 
 def job_reader() -> TypedReader[JobEvent]:
@@ -123,7 +133,7 @@ class JobMethods(HttpClient):
         Returns:
             The jobs, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", f"{JOBS}?{urlencode(fields)}" if fields else JOBS, Listed[StoredJob])
+        return await self._call("GET", f"{JOBS}?{urlencode(fields, doseq=True)}" if fields else JOBS, Listed[StoredJob])
 
     async def job(self, job_id: str) -> StoredJob:
         """Fetch the current state of a job.

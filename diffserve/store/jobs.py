@@ -105,6 +105,7 @@ class JobFilter(NamedTuple):
 
     statuses: tuple[str, ...] = ()
     endpoint: str = ""
+    prefix: str = ""  # of the ID
 
 
 class Jobs:
@@ -167,6 +168,8 @@ class Jobs:
         where: list[ColumnElement[bool]] = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
         if job_filter.endpoint:
             where.append(jobs.c.endpoint == job_filter.endpoint)
+        if job_filter.prefix:
+            where.append(func.substr(jobs.c.id, 1, len(job_filter.prefix)) == job_filter.prefix)
         return self._database.page(Job, jobs, owner, selection, *where)
 
     def claim(self, holder: str) -> Job | None:

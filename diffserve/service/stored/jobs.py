@@ -119,9 +119,10 @@ class JobRoutes:
         order: Order = "desc",
         status: Annotated[list[Status] | None, Query(description="Only these states; may be repeated.")] = None,
         endpoint: Annotated[str, Query(max_length=200, description="Only jobs of this path.")] = "",
+        prefix: Annotated[str, Query(max_length=64, description="Only jobs whose ID begins with this.")] = "",
     ) -> Response:
         """List the jobs of the key, page by page."""
-        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
+        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint, prefix)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
         return list_response(page, job_object)
 
@@ -221,6 +222,7 @@ def job_object(job: Job) -> dict[str, Any]:
         "id": job.id,
         "object": "job",
         "endpoint": job.endpoint,
+        "prompt": _prompt_of(job),
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
@@ -230,6 +232,16 @@ def job_object(job: Job) -> dict[str, Any]:
         "finished_at": int(times[job.status]) if job.is_over else None,
         "has_result": job.result_status > 0,
     }
+
+
+class _Prompted(msgspec.Struct):
+    prompt: Any = None
+
+
+def _prompt_of(job: Job) -> str | None:
+    """Return the prompt in the body of ``job``; None if it has none, or a list of them."""
+    prompt = msgspec.json.decode(job.body, type=_Prompted).prompt
+    return prompt if isinstance(prompt, str) else None
 
 
 def _not_found(name: str) -> HttpError:
