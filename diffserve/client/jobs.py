@@ -13,6 +13,7 @@ from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, enc
 
 JOBS: Final = "/v1/jobs"
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+UNFINISHED: Final = ("queued", "running")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
