@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ NUM_UNFINISHED: Final = 20
 NUM_FINISHED: Final = 6
 """Jobs that the queue shows at most."""
 
+RECENT_S: Final = 24 * 3600.0
+"""Age up to which the queue shows finished jobs; the images are in the history, too."""
+
 PAGE: Final = 100
 
 log = logging.getLogger("diffserve.page")
@@ -50,7 +54,7 @@ class Queue:
         queue.tick(self.look, None, outputs, **PRIVATE)
 
     async def add(self, visitor: Visitor, request: CheckedForm, start: StartFile | None) -> bool:
-        """Create a job for ``request``; return False if the server stores none for this visitor, who has no key.
+        """Create a job for ``request``; return False if the server stores nothing without keys.
 
         Raises:
             DiffserveError: The server refuses it, or the image to edit no longer exists.
@@ -119,7 +123,8 @@ class Queue:
             if getattr(error, "code", "") != "keys_needed":
                 log.warning("the queue cannot be shown: %s", sentence(error))
             return {}
-        jobs = {job.id: job for job in (*page.data, *finished.data)}
+        recent = [job for job in finished.data if time.time() - (job.finished_at or 0) < RECENT_S]
+        jobs = {job.id: job for job in (*page.data, *recent)}
         values: dict[str, Update] = {"queue": captions.queue_list(list(jobs.values()), has_more=page.has_more)}
         if visitor.trouble not in (None, old_trouble):
             values["caption"] = captions.status(visitor.trouble or "", is_error=True)
