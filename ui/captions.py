@@ -125,6 +125,8 @@ def _queue_item(job: StoredJob) -> str:
     name = prompt if len(prompt) <= PROMPT_CHARS else f"{prompt[:PROMPT_CHARS].rstrip()}..."
     action = "show" if job.status == "succeeded" else "retry" if job.is_over else "cancel"
     button = _queue_button(action, action.capitalize(), name, job.id)
+    if job.status == "paused":
+        button = _queue_button("resume", "Resume", name, job.id) + button
     return f"<li><span>{html.escape(name)}</span><span>{html.escape(job_text(job))}</span>{button}</li>"
 
 

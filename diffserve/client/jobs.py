@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Unpack
+from typing import Any, Final, Literal, Unpack, get_args
 from urllib.parse import urlencode
 
 import msgspec
@@ -13,7 +13,7 @@ from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, enc
 
 JOBS: Final = "/v1/jobs"
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
-UNFINISHED: Final = ("queued", "running")
+UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -67,6 +67,21 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     job: StoredJob | None = None
 
 
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a running job: the share of its work that is done, and the seconds until its end if known."""
+
+    id: str
+    progress: float
+    estimated_seconds: float | None = None
+
+
+class CancelledJobs(msgspec.Struct, frozen=True, kw_only=True):
+    """IDs of the jobs that a call cancelled, and those of its other IDs: of finished and of unknown jobs."""
+
+    cancelled: tuple[str, ...]
+    not_cancelled: tuple[str, ...]
+
+
 class JobFields(PageFields, total=False):
     """Filter and page selection of a list of jobs.
 
@@ -81,10 +96,10 @@ class JobFields(PageFields, total=False):
     prefix: str
 
 
-def job_reader() -> TypedReader[JobEvent]:
+def job_reader() -> TypedReader[JobEvent | JobProgress]:
     """Return a decoder of the events of a job."""
-    ends = frozenset(f"job.{status}" for status in OVER)
-    return TypedReader(dict.fromkeys(("job.queued", "job.running", *ends), JobEvent), ends, 1)
+    types: dict[str, type[JobEvent | JobProgress]] = {f"job.{status}": JobEvent for status in get_args(JobStatus)}
+    return TypedReader(types | {"job.progress": JobProgress}, frozenset(f"job.{status}" for status in OVER), 1)
 
 
 class JobMethods(HttpClient):
@@ -150,11 +165,12 @@ class JobMethods(HttpClient):
         """
         return await self._call("GET", resource(JOBS, job_id), StoredJob)
 
-    def job_events(self, job_id: str) -> AsyncStream[JobEvent]:
-        """Follow a job until it is over: first the states that it has entered already.
+    def job_events(self, job_id: str, after: int = 0) -> AsyncStream[JobEvent | JobProgress]:
+        """Follow a job until it is over: first the states that it has entered already, and its progress.
 
         Args:
             job_id: The ID of the job.
+            after: Number of states that are known already, which the stream leaves out.
 
         Returns:
             A stream of events; leaving it does not stop the job.
@@ -162,7 +178,7 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: No job has this ID.
         """
-        return self._events(resource(JOBS, job_id, "events"), job_reader())
+        return self._events(resource(JOBS, job_id, "events"), job_reader(), {"Last-Event-ID": str(after)})
 
     async def job_result(self, job_id: str) -> bytes:
         """Fetch the answer of a job, which is that of the request itself.
@@ -191,6 +207,58 @@ class JobMethods(HttpClient):
             InvalidRequest: The job is already over.
         """
         return await self._call("POST", resource(JOBS, job_id, "cancel"), StoredJob)
+
+    async def cancel_jobs(
+        self,
+        ids: Sequence[str] | None = None,
+        *,
+        status: Sequence[Literal["queued", "running", "paused"]] | None = None,
+        endpoint: str | None = None,
+    ) -> CancelledJobs:
+        """Cancel several jobs: those that all of the given conditions select; ``ids`` or ``status`` is needed.
+
+        Args:
+            ids: IDs of at most 1000 jobs.
+            status: States of the jobs.
+            endpoint: Path of their requests.
+
+        Returns:
+            The IDs of the cancelled jobs, and the other ones of ``ids``.
+
+        Raises:
+            InvalidRequest: A value is wrong or missing.
+        """
+        fields = {"ids": ids, "status": status, "endpoint": endpoint}
+        body = {name: value for name, value in fields.items() if value is not None}
+        return await self._call("POST", f"{JOBS}/cancel", CancelledJobs, body)
+
+    async def pause_job(self, job_id: str) -> StoredJob:
+        """Hold back a job; one that runs is stopped and continues from its last captured state when it is resumed.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is already over.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "pause"), StoredJob)
+
+    async def resume_job(self, job_id: str) -> StoredJob:
+        """Return a paused job to its place in the queue.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is not paused.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "resume"), StoredJob)
 
     async def retry_job(self, job_id: str) -> StoredJob:
         """Run a job again that failed, expired or was cancelled.

@@ -97,10 +97,12 @@ class Queue:
         return Screen().draw(**await self.shown(visitor) | values)
 
     async def _change(self, visitor: Visitor, action: str, job_id: str) -> dict[str, Update]:
-        """Cancel, show or retry one job, and return the values of the page that change."""
+        """Cancel, resume, retry or show one job, and return the values of the page that change."""
         client = self._server.client
         if action == "cancel":
             await self._cancel(job_id)
+        elif action == "resume":
+            await client.resume_job(job_id)
         elif action == "retry":
             await client.retry_job(job_id)
             visitor.expect(job_id)
