@@ -13,6 +13,7 @@ from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, enc
 
 JOBS: Final = "/v1/jobs"
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -35,6 +36,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """State of a job on the server; times are in seconds since 1970.
 
     Attributes:
+        prompt: Prompt in the body of the request, None if it has none.
         attempts: Number of times that the server began to run the job.
         position: Position in the queue of all clients, 1 starts next; None if it is not queued.
         progress: Share of its work that is done, from 0 to 1; None if it does not run, or unknown.
@@ -46,6 +48,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     endpoint: str
+    prompt: str | None = None
     status: JobStatus
     error: JobFailure | None = None
     attempts: int
@@ -93,12 +96,14 @@ class JobFields(PageFields, total=False):
     """Filter and page selection of a list of jobs.
 
     Attributes:
-        status: Only jobs in this state.
+        status: Only jobs in these states.
         endpoint: Only jobs of this path.
+        prefix: Only jobs whose ID begins with this.
     """
 
-    status: JobStatus
+    status: JobStatus | Sequence[JobStatus]
     endpoint: str
+    prefix: str
 
 
 def job_reader() -> TypedReader[JobEvent | JobProgress]:
@@ -169,7 +174,7 @@ class JobMethods(HttpClient):
         Returns:
             The jobs, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", f"{JOBS}?{urlencode(fields)}" if fields else JOBS, Listed[StoredJob])
+        return await self._call("GET", f"{JOBS}?{urlencode(fields, doseq=True)}" if fields else JOBS, Listed[StoredJob])
 
     async def job(self, job_id: str) -> StoredJob:
         """Fetch the current state of a job.

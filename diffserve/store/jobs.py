@@ -115,11 +115,16 @@ class JobFilter(NamedTuple):
 
     statuses: tuple[str, ...] = ()
     endpoint: str = ""
+    prefix: str = ""  # of the ID
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return the conditions of a query of the table."""
         conditions: list[ColumnElement[bool]] = [jobs.c.status.in_(self.statuses)] if self.statuses else []
-        return [*conditions, jobs.c.endpoint == self.endpoint] if self.endpoint else conditions
+        if self.endpoint:
+            conditions.append(jobs.c.endpoint == self.endpoint)
+        if self.prefix:
+            conditions.append(func.substr(jobs.c.id, 1, len(self.prefix)) == self.prefix)
+        return conditions
 
 
 class Jobs:

@@ -131,6 +131,8 @@ def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
     assert names(JobFilter(), PageSelection(2, "job-3")) == ["job-2", "job-1"]
     assert names(JobFilter(("queued",)), PageSelection(9, order="asc")) == ["job-1", "job-2", "job-4"]
     assert names(JobFilter(("failed", "queued"), "/v1/embeddings"), PageSelection(9)) == ["job-0"]
+    assert names(JobFilter(prefix="job-4"), PageSelection(9)) == ["job-4"]
+    assert names(JobFilter(prefix="Job_"), PageSelection(9)) == []
     failed = current(jobs, "job-0")
     jobs.delete(failed)
     assert (jobs.get("key-1", "job-0"), list(jobs.folder.iterdir())) == (None, [])

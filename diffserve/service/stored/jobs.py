@@ -248,9 +248,10 @@ class JobRoutes:
         order: Order = "desc",
         status: Annotated[list[Status] | None, Query(description="Only these states; may be repeated.")] = None,
         endpoint: Annotated[str, Query(max_length=200, description="Only jobs of this path.")] = "",
+        prefix: Annotated[str, Query(max_length=64, description="Only jobs whose ID begins with this.")] = "",
     ) -> Response:
         """List the jobs of the key, page by page."""
-        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
+        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint, prefix)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
         outlooks = await self._runner.outlooks(page[0]) if page else {}
         return list_response(page, lambda job: job_object(job, outlooks[job.number]))
@@ -400,6 +401,7 @@ def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
         "id": job.id,
         "object": "job",
         "endpoint": job.endpoint,
+        "prompt": _prompt_of(job),
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
@@ -419,6 +421,16 @@ def _output_object(job: Job) -> dict[str, Any] | None:
         return None
     url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
     return {"put_url": url, "status": job.output["status"], "error": error or None}
+
+
+class _Prompted(msgspec.Struct):
+    prompt: Any = None
+
+
+def _prompt_of(job: Job) -> str | None:
+    """Return the prompt in the body of ``job``; None if it has none, or a list of them."""
+    prompt = msgspec.json.decode(job.body, type=_Prompted).prompt
+    return prompt if isinstance(prompt, str) else None
 
 
 def prefers_async(request: Request) -> bool:
