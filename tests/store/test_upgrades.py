@@ -27,6 +27,8 @@ from tests.store.conftest import OpenDatabase
 from tests.store.old_schemas import MIGRATIONS, create_old_database
 
 FIRST = PageSelection(10)
+ADDED_COLUMNS = {"keys": ("images_per_day", "device_seconds_per_day", "num_changes"), "usage": ("device_s",)}
+"""Columns that later revisions than the first have added."""
 
 
 def structure(file: Path) -> list[object]:
@@ -105,6 +107,9 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
     Database(tmp_path)
     with closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:  # as revision 0001 left it
         connection.execute("DROP TABLE jobs")
+        for table, columns in ADDED_COLUMNS.items():
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
         connection.execute("PRAGMA user_version = 6")
     assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]
