@@ -112,7 +112,7 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
                 body.priority = getattr(request.state, "priority", None)  # set for lines of a batch
             plan = await self._plan(body, request, client)
             await self._admission.check_quota(client, plan.num_images)
-            ticket = stack.enter_context(self._admit(plan, client))
+            ticket = request.state.ticket = stack.enter_context(self._admit(plan, client))
             ticket.num_images = plan.num_images
             early_response = await self._begin(plan, ticket, request, stack)
             if early_response is not None:

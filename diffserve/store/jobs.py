@@ -1,7 +1,7 @@
 """Durable jobs: a row and, once there is a result, a file for each; every job ends exactly once.
 
-States: queued, running, then succeeded, failed, cancelled or expired. A running job is leased to the process that
-``holder`` names, and ``token`` grows with every lease: a result is only taken from the holder of the current token.
+States: queued, running or paused, then succeeded, failed, cancelled or expired. A running job is leased to the process
+that ``holder`` names, and ``token`` grows with every lease: only the holder of the current token may end the job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, or_, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
@@ -31,7 +31,11 @@ MAX_LOSSES: Final = 2
 MAX_ATTEMPTS: Final = 10
 """A job fails when this many servers have ended while they ran it."""
 
-Status = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+CANCELLED_AT_ONCE: Final = 500
+"""Jobs that one transaction cancels, so that others do not wait long for the lock of the database."""
+
+Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -46,7 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         events: JSON list of the states that it entered, each with its time in seconds since 1970.
         holder: The process that runs it, "" if none does.
         token: Number of leases.
-        attempts: Number of leases that were not given back by a server that drained.
+        attempts: Number of leases, except those that a pause or a server that drained gave back.
         losses: Engines that were lost while they ran it.
         result_status: HTTP status of the result, 0 if there is none.
         result_bytes: Length of the result's body.
@@ -106,6 +110,11 @@ class JobFilter(NamedTuple):
     statuses: tuple[str, ...] = ()
     endpoint: str = ""
 
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """Return the conditions of a query of the table."""
+        conditions: list[ColumnElement[bool]] = [jobs.c.status.in_(self.statuses)] if self.statuses else []
+        return [*conditions, jobs.c.endpoint == self.endpoint] if self.endpoint else conditions
+
 
 class Jobs:
     """Table of jobs and folder of their results.
@@ -164,10 +173,27 @@ class Jobs:
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
-        where: list[ColumnElement[bool]] = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
-        if job_filter.endpoint:
-            where.append(jobs.c.endpoint == job_filter.endpoint)
-        return self._database.page(Job, jobs, owner, selection, *where)
+        return self._database.page(Job, jobs, owner, selection, *job_filter.conditions())
+
+    def positions(self, numbers: Collection[int]) -> dict[int, int]:
+        """Return the positions of queued jobs in the order in which ``claim`` would take them, by number, from 1.
+
+        Args:
+            numbers: Numbers of jobs; those that are not queued are ignored.
+
+        Returns:
+            Positions among the jobs of all owners, as if no job ended or was added before.
+        """
+        rank = func.row_number().over(partition_by=jobs.c.owner, order_by=jobs.c.number)
+        queued = select(jobs.c.number, jobs.c.owner, rank.label("rank")).where(jobs.c.status == "queued").subquery()
+        running = _num_running().subquery()
+        level = queued.c.rank + func.coalesce(running.c.num, 0)  # jobs of the owner that run once it has begun
+        position = func.row_number().over(order_by=(level, queued.c.number)).label("position")
+        joined = queued.outerjoin(running, queued.c.owner == running.c.owner)
+        order = select(queued.c.number, position).select_from(joined).subquery()
+        with self._database.reading() as connection:
+            rows = connection.execute(select(order).where(order.c.number.in_(numbers)))
+            return {row.number: row.position for row in rows}
 
     def claim(self, holder: str) -> Job | None:
         """Lease a queued job to the process ``holder``; return None if no job is queued.
@@ -177,9 +203,8 @@ class Jobs:
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
-        running = select(jobs.c.owner, func.count()).where(jobs.c.status == "running").group_by(jobs.c.owner)
         with self._database.writing(exclusive=not self._database.is_postgresql) as connection:
-            num_running = {owner: count for owner, count in connection.execute(running)}
+            num_running = {row.owner: row.num for row in connection.execute(_num_running())}
             waiting = sorted((num_running.get(owner, 0), number, owner) for owner, number in connection.execute(first))
             for _, _, owner in waiting:
                 oldest = select(jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
@@ -238,7 +263,42 @@ class Jobs:
 
     def cancel(self, owner: str, name: str) -> Job | None:
         """Cancel a job unless it is over, and return it; None if there is none."""
-        return self._change(owner, name, "cancelled", ("queued", "running"), error="", holder="")
+        return self._change(owner, name, "cancelled", UNFINISHED, error="", holder="")
+
+    def cancel_many(self, owner: str, names: Collection[str] | None, job_filter: JobFilter) -> list[Job]:
+        """Cancel ``owner``'s unfinished jobs that ``job_filter`` selects, and return them.
+
+        Args:
+            owner: The ID of the API key.
+            names: IDs of jobs to select from; None: all.
+            job_filter: The filter.
+        """
+        where = [jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED), *job_filter.conditions()]
+        if names is not None:
+            where.append(jobs.c.id.in_(names))
+        cancelled: list[Job] = []
+        num_selected, last = CANCELLED_AT_ONCE, 0
+        while num_selected == CANCELLED_AT_ONCE:
+            query = select(jobs).where(*where, jobs.c.number > last).order_by(jobs.c.number).limit(CANCELLED_AT_ONCE)
+            with self._database.writing(exclusive=True) as connection:
+                selected = [read_row(Job, row) for row in connection.execute(query.with_for_update())]
+                cancelled += [self._move(connection, job, "cancelled", error="", holder="") for job in selected]
+            num_selected = len(selected)
+            last = selected[-1].number if selected else last
+        return cancelled
+
+    def pause(self, owner: str, name: str) -> Job | None:
+        """Hold back a queued or running job, and return it; None if there is none. A lease is not an attempt then."""
+        with self._database.writing(exclusive=True) as connection:
+            job = _find_locked(connection, owner, name)
+            if job is None or job.status not in ("queued", "running"):
+                return job
+            attempts = job.attempts - (job.status == "running")
+            return self._move(connection, job, "paused", holder="", attempts=attempts)
+
+    def resume(self, owner: str, name: str) -> Job | None:
+        """Return a paused job to its place in the queue, and return it; None if there is none."""
+        return self._change(owner, name, "queued", ("paused",))
 
     def retry(self, owner: str, name: str, timeout_s: float) -> Job | None:
         """Return a job that failed, expired or was cancelled to the queue, and return it; None if there is none."""
@@ -269,22 +329,28 @@ class Jobs:
             return {row.number: (row.status, row.token) for row in connection.execute(query)}
 
     def sweep(self) -> None:
-        """Expire queued jobs whose time has passed, and delete old finished jobs and results without a job."""
+        """Expire jobs that have not begun in time, delete old finished jobs, and files that no job needs."""
         now_s = self._clock()
-        is_late = (jobs.c.status == "queued") & (jobs.c.expires_s <= now_s)
-        is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        is_late = jobs.c.status.in_(("queued", "paused")) & (jobs.c.expires_s <= now_s)
+        is_finished = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
         with self._database.reading() as connection:
-            rows = [read_row(Job, row) for row in connection.execute(select(jobs).where(or_(is_late, is_old)))]
-        for job in rows:
+            query = select(jobs).where(or_(is_late, is_finished))
+            removable = [read_row(Job, row) for row in connection.execute(query)]
+        for job in removable:
             if job.is_over:
                 self.delete(job)
             else:
                 error = "job_expired: it did not begin in time."
-                self._change(job.owner, job.id, "expired", ("queued",), error=error)
+                self._change(job.owner, job.id, "expired", ("queued", "paused"), error=error)
         with self._database.reading() as connection:
-            kept = {f"{row.number}-{row.token}" for row in connection.execute(select(jobs.c.number, jobs.c.token))}
+            rows = connection.execute(select(jobs.c.number, jobs.c.token, jobs.c.status)).all()
+        kept = {f"{row.number}-{row.token}" for row in rows}
+        over = {str(row.number) for row in rows if row.status in OVER}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if path.name[0].isdigit() and path.name not in kept and now_s - path.stat().st_mtime > KEPT_S:
+            number, _, kind = path.name.partition("-")
+            is_capture_of_finished_job = kind.startswith("capture-") and number in over
+            is_old = number.isdigit() and path.name not in kept and now_s - path.stat().st_mtime > KEPT_S
+            if is_capture_of_finished_job or is_old:
                 path.unlink(missing_ok=True)
 
     def _path(self, job: Job) -> Path:
@@ -330,6 +396,11 @@ class Jobs:
         changes = {"status": status, "events": _events(job.entered, status, self._clock()), **values}
         connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
         return msgspec.structs.replace(job, **changes)
+
+
+def _num_running() -> Select[tuple[str, int]]:
+    """Return the query of the numbers of running jobs, by owner."""
+    return select(jobs.c.owner, func.count().label("num")).where(jobs.c.status == "running").group_by(jobs.c.owner)
 
 
 def _find_locked(connection: Connection, owner: str, name: str) -> Job | None:
