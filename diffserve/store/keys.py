@@ -31,6 +31,8 @@ USER: Final = "user:"
 
 USER_ID_PREFIX: Final = "user-"
 MAX_USER_CHARS: Final = 256
+CLOCK_ERROR_S: Final = 24 * 3600.0
+"""Time for which ended sessions are remembered after their expiry, in case the clock is set back."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@\-]{0,63}")
 
 
@@ -219,7 +221,7 @@ class Keys:
     def end_session(self, signature: str, expires_s: float) -> None:
         """End the session with ``signature``, which would expire at ``expires_s`` (seconds since 1970)."""
         with self._database.writing() as connection:
-            connection.execute(delete(ended_sessions).where(ended_sessions.c.expires_s < self._clock()))
+            connection.execute(delete(ended_sessions).where(ended_sessions.c.expires_s < self._clock() - CLOCK_ERROR_S))
             row = {"signature": signature, "expires_s": expires_s}
             connection.execute(insert_or_ignore(connection, ended_sessions), row)
 
