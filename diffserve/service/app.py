@@ -51,6 +51,7 @@ from diffserve.service.lifecycle import Gate, InFlight
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
 from diffserve.service.models import Offer, capabilities, describe_models, is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
+from diffserve.service.quotas import Quotas
 from diffserve.service.responses.chat_images import ChatImages, wants_image
 from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
 from diffserve.service.responses.endpoint import Responses
@@ -155,7 +156,10 @@ def create_app(
     usage = None if database is None else Usage(database)
     book = None if usage is None else UsageBook(usage)
     counted: dict[str, Any] = {} if book is None else {"count": book.count}
-    admission = Admission(engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready)
+    quotas = None if book is None or ring is None else Quotas(book, ring.by_id)
+    admission = Admission(
+        engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready, quotas=quotas
+    )
     files = None if database is None else Files(database, config.files_bytes)
     checks = (checks or ImageChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
     if checks.safety is not None:
@@ -211,7 +215,7 @@ def create_app(
     if history is not None:
         HistoryRoutes(app, history, owners)
     if usage is not None and book is not None:
-        UsageRoutes(app, usage, book, owners)
+        UsageRoutes(app, usage, book, owners, quotas)
     if database is not None and files is not None:
         _add_stored(app, database, files, owners, admission, engine.metrics)
         durable_jobs, uploads = DurableJobs(database), OutgoingClient(config.upload_hosts)

@@ -214,6 +214,8 @@ SERVE_MINIMA = {
     "url_pictures_bytes": 0,
     "files_bytes": 0,
     "history_bytes": 0,
+    "user_images_per_day": 0,
+    "user_device_seconds_per_day": 0,
 }
 
 
@@ -254,6 +256,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
     trusted_user_header header in which these proxies name the user that they authenticated, such as X-Forwarded-User;
                         users need no key; "": none
+    user_images_per_day images per UTC day for each of these users, unless `keys add --user` says otherwise; 0: no quota
+    user_device_seconds_per_day
+                        seconds of device time per UTC day for each of these users; 0: no quota
     price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """
 
@@ -278,6 +283,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_backlog_s: float
     trusted_proxies: tuple[str, ...]
     trusted_user_header: str
+    user_images_per_day: int
+    user_device_seconds_per_day: float
     log_level: Literal["debug", "info", "warning", "error"]
     page: bool
     page_grace_s: float

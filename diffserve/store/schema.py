@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001", "0002", "0003_webhooks")
+REVISIONS: Final = ("0001", "0002", "0003", "0004")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -68,6 +68,9 @@ keys = _table(
     _seconds("created_s"),
     Column("revoked_s", FLOAT),
     Column("share", FLOAT, nullable=False, server_default=text("1.0")),
+    Column("images_per_day", INTEGER),
+    Column("device_seconds_per_day", FLOAT),
+    _integer("num_changes", default="0"),
     Index(
         "keys_by_name",
         "name",
@@ -148,6 +151,7 @@ usage = _table(
     _integer("evaluations"),
     _integer("input_tokens"),
     _integer("output_tokens"),
+    Column("device_s", FLOAT, nullable=False, server_default=text("0.0")),
     has_rowid=False,
 )
 experiments = _table(

@@ -324,3 +324,27 @@ def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clo
         assert found.attempts >= 0
         assert jobs.positions([job.number]) == ({job.number: 1} if status == "queued" else {})
     jobs.cancel("key-1", name)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_jump_of_the_clock_neither_expires_nor_repeats_nor_loses_jobs(
+    open_database: OpenDatabase, clock: Clock, jump_s: float
+) -> None:
+    jobs, other = Jobs(open_database(), clock), Jobs(open_database(), Clock())
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    first = claim(jobs)
+    clock.now_s += jump_s
+    jobs.sweep()
+    assert [jobs.reclaim({"a", "b"}), other.reclaim({"a", "b"})] == [[], []], "leases belong to processes, not to times"
+    second = claim(other, "b")
+    assert (first.id, second.id, jobs.claim("a"), other.claim("b")) == ("one", "two", None, None)
+    clock.now_s -= jump_s
+    jobs.sweep()
+    assert jobs.finish(first, "succeeded", (200, b"1"))
+    assert other.finish(second, "succeeded", (200, b"2"))
+    assert not other.finish(first, "failed")
+    assert [(job.id, job.status, job.attempts) for job in (current(jobs), current(jobs, "two"))] == [
+        ("one", "succeeded", 1),
+        ("two", "succeeded", 1),
+    ]

@@ -28,6 +28,8 @@ from tests.store.old_schemas import MIGRATIONS, create_old_database
 
 FIRST = PageSelection(10)
 NEW_TABLES = ("webhook_endpoints", "deliveries")
+ADDED_COLUMNS = {"keys": ("images_per_day", "device_seconds_per_day", "num_changes"), "usage": ("device_s",)}
+"""Columns that later revisions than the first have added."""
 
 
 def structure(file: Path) -> list[object]:
@@ -108,6 +110,9 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
     with closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:  # as revision 0001 left it
         for table in ("jobs", *NEW_TABLES):
             connection.execute(f"DROP TABLE {table}")
+        for table, columns in ADDED_COLUMNS.items():
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
         connection.execute("PRAGMA user_version = 6")
     assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]

@@ -13,11 +13,11 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -211,7 +211,7 @@ class JobRunner:
         self.wake()
 
     async def _run(self, job: Job) -> None:
-        """Run a leased job; after errors of disk or database, and when the server drains, it returns to the queue."""
+        """Run a leased job; when the server drains, it returns to the queue."""
         facts = {"job": job.id, "endpoint": job.endpoint}
         try:
             await yield_to_interactive(self._admission)
@@ -219,7 +219,7 @@ class JobRunner:
             log.info("job finished", extra=facts)
         except EngineUnavailable as error:
             log.error("a job lost its engine", extra=facts | {"reason": error.code})
-            await run_to_end(self._jobs.release, job, is_engine_lost=True)
+            await self._store(job, self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
                 if not await run_to_end(self._jobs.drain, job):  # the client has cancelled or paused it
@@ -230,12 +230,20 @@ class JobRunner:
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
             await asyncio.sleep(MAX_RETRY_S)
-            with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.release, job)
+            await self._store(job, self._jobs.drain, job)
         except Exception:
             log.exception("a job failed", extra=facts)
-            with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.finish, job, "failed", None, "internal_error: internal server error.")
+            reason = "internal_error: internal server error."
+            await self._store(job, self._jobs.finish, job, "failed", None, reason)
+
+    async def _store(self, job: Job, change: Callable[..., bool], *arguments: Any, **keywords: Any) -> bool:
+        """Call ``change``, again after errors of disk or database, so that a finished job is not run again."""
+        while True:
+            try:
+                return await run_to_end(change, *arguments, **keywords)
+            except (OSError, StoreError) as error:
+                log_failure(log, "a job waits until it can be stored", error, job=job.id)
+                await asyncio.sleep(MAX_RETRY_S)
 
     def _captures_of(self, job: Job) -> CaptureFiles:
         return CaptureFiles(self._jobs.folder, f"{job.number}-capture-")
@@ -243,15 +251,15 @@ class JobRunner:
     async def _finish(self, job: Job) -> None:
         if not self._owners.is_good(job.owner):
             error = "invalid_key: its API key is not valid any more."
-            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            await self._store(job, self._jobs.finish, job, "failed", None, error)
             return
         if job.endpoint not in self._endpoints:
             error = f"unknown_endpoint: {job.endpoint} is not supported any more."
-            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            await self._store(job, self._jobs.finish, job, "failed", None, error)
             return
         answer = await self._answer(job)
         status, error = ("succeeded", "") if answer.status < 400 else ("failed", _error_of(answer))
-        await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error)
+        await self._store(job, self._jobs.finish, job, status, (answer.status, answer.body), error)
 
     async def _answer(self, job: Job) -> Answered:
         """Return the response to a job, whose images continue from their captured states; full queues are retried.

@@ -7,7 +7,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003_webhooks"
+revision = "0003"
 down_revision = "0002"
 
 INTEGER: Final[sa.types.TypeEngine[Any]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
