@@ -16,11 +16,18 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, delete, func, or_, select, update
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.faults import reach
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
 from diffserve.store.files import require_room
 from diffserve.store.schema import jobs
 
 FOLDER: Final = "jobs"
+CAPTURE: Final = "capture-"
+"""Beginning of the names of captured states, after the number of their job and a dash."""
+
+LOCK_CREATED_S: Final = 60.0
+"""Seconds after which a server that creates its lock file has done so, or was killed."""
+
 KEPT_S: Final = 7 * 24 * 3600.0
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
@@ -32,6 +39,7 @@ MAX_ATTEMPTS: Final = 10
 """A job fails when this many servers have ended while they ran it."""
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+UNFINISHED: Final = ("queued", "running")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -141,7 +149,7 @@ class Jobs:
             id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
             created_s=now_s, expires_s=now_s + timeout_s,
         )  # fmt: skip
-        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.not_in(OVER))
+        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED))
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
@@ -154,6 +162,8 @@ class Jobs:
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
             job = find_row(connection, Job, jobs, owner=owner, id=name)
+            reach("job_inserted")
+        reach("job_added")
         assert job is not None
         return job, True
 
@@ -169,11 +179,15 @@ class Jobs:
             where.append(jobs.c.endpoint == job_filter.endpoint)
         return self._database.page(Job, jobs, owner, selection, *where)
 
-    def claim(self, holder: str) -> Job | None:
-        """Lease a queued job to the process ``holder``; return None if no job is queued.
+    def claim(self, holder: str, *, is_idle: bool = True) -> Job | None:
+        """Lease a queued job to the process ``holder``; return None if there is none to run now.
 
         The job is the oldest one of the owner with the fewest running jobs, so that no owner waits for all jobs of
-        another one.
+        another one. A job that has lost an engine runs alone, so that it cannot take others with it a second time.
+
+        Args:
+            holder: The name of the process.
+            is_idle: Whether the process runs no other job.
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
@@ -186,9 +200,15 @@ class Jobs:
                 row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
                 if row is not None:
                     job = read_row(Job, row)
+                    if job.losses and not is_idle:
+                        return None
                     leased = {"holder": holder, "token": job.token + 1, "attempts": job.attempts + 1}
-                    return self._move(connection, job, "running", **leased)
-        return None
+                    claimed = self._move(connection, job, "running", **leased)
+                    break
+            else:
+                return None
+        reach("job_claimed")
+        return claimed
 
     def finish(self, job: Job, status: Status, result: tuple[int, bytes] | None = None, error: str = "") -> bool:
         """End the leased ``job``; return False if the lease was lost, in which case nothing changes.
@@ -206,20 +226,28 @@ class Jobs:
         if result is not None:
             self._write(job, result[1])
             values |= {"result_status": result[0], "result_bytes": len(result[1])}
-        return self._move_leased(job, status, **values)
+        is_finished = self._move_leased(job, status, **values)
+        reach("job_finished")
+        return is_finished
 
     def release(self, job: Job, *, is_engine_lost: bool = False) -> bool:
         """Return the leased ``job`` to the queue, or fail it if it has lost too many engines or servers."""
         losses = job.losses + is_engine_lost
+        status: Status = "queued"
+        error = ""
         if losses >= MAX_LOSSES or job.attempts >= MAX_ATTEMPTS:
             is_engine = losses >= MAX_LOSSES
             reason = f"{losses} engines were lost" if is_engine else f"{job.attempts} attempts were interrupted"
-            return self._move_leased(job, "failed", error=f"poison: {reason} while this job ran.", losses=losses)
-        return self._move_leased(job, "queued", losses=losses)
+            status, error = "failed", f"poison: {reason} while this job ran."
+        is_released = self._move_leased(job, status, error=error, losses=losses)
+        reach("job_released")
+        return is_released
 
     def drain(self, job: Job) -> bool:
         """Return the leased ``job`` to the queue; the attempt does not count."""
-        return self._move_leased(job, "queued", attempts=job.attempts - 1)
+        is_drained = self._move_leased(job, "queued", attempts=job.attempts - 1)
+        reach("job_drained")
+        return is_drained
 
     def reclaim(self, alive: Collection[str]) -> list[str]:
         """Return the jobs of holders that are not ``alive`` to the queue; the result has the IDs of those jobs."""
@@ -238,7 +266,7 @@ class Jobs:
 
     def cancel(self, owner: str, name: str) -> Job | None:
         """Cancel a job unless it is over, and return it; None if there is none."""
-        return self._change(owner, name, "cancelled", ("queued", "running"), error="", holder="")
+        return self._change(owner, name, "cancelled", UNFINISHED, error="", holder="")
 
     def retry(self, owner: str, name: str, timeout_s: float) -> Job | None:
         """Return a job that failed, expired or was cancelled to the queue, and return it; None if there is none."""
@@ -247,12 +275,12 @@ class Jobs:
         return self._change(owner, name, "queued", ("failed", "cancelled", "expired"), **values, **cleared)
 
     def delete(self, job: Job) -> None:
-        """Delete a finished job with its result."""
+        """Delete a finished job with its result; ``sweep`` removes what else is left of it."""
         with self._database.writing() as connection:
             is_over = jobs.c.status.in_(OVER)
             connection.execute(delete(jobs).where(jobs.c.number == job.number, is_over))
-        for path in self.folder.glob(f"{job.number}-*"):
-            path.unlink(missing_ok=True)
+        reach("job_deleted")
+        self._path(job).unlink(missing_ok=True)
 
     def result(self, job: Job) -> bytes:
         """Read the body of the result of ``job``.
@@ -269,7 +297,7 @@ class Jobs:
             return {row.number: (row.status, row.token) for row in connection.execute(query)}
 
     def sweep(self) -> None:
-        """Expire queued jobs whose time has passed, and delete old finished jobs and results without a job."""
+        """Expire queued jobs whose time has passed, delete old finished jobs, and remove files that no job needs."""
         now_s = self._clock()
         is_late = (jobs.c.status == "queued") & (jobs.c.expires_s <= now_s)
         is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
@@ -281,10 +309,24 @@ class Jobs:
             else:
                 error = "job_expired: it did not begin in time."
                 self._change(job.owner, job.id, "expired", ("queued",), error=error)
+        self._remove_unneeded_files(now_s)
+
+    def _remove_unneeded_files(self, now_s: float) -> None:
+        """Remove captured states of finished jobs, results of earlier leases, and what killed servers have left."""
+        paths = list(self.folder.iterdir()) if self.folder.is_dir() else []  # read before the rows
+        columns = jobs.c.number, jobs.c.token, jobs.c.status
         with self._database.reading() as connection:
-            kept = {f"{row.number}-{row.token}" for row in connection.execute(select(jobs.c.number, jobs.c.token))}
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if path.name[0].isdigit() and path.name not in kept and now_s - path.stat().st_mtime > KEPT_S:
+            current = {str(row.number): (str(row.token), row.status) for row in connection.execute(select(*columns))}
+        for path in paths:
+            number, _, rest = path.name.partition("-")
+            token, status = current.get(number, ("", "deleted"))
+            if not number.isdigit():  # the lock file of a server
+                is_needed = path.suffix != ".new" or now_s - _modified_s(path) < LOCK_CREATED_S
+            elif rest.startswith(CAPTURE):
+                is_needed = status in UNFINISHED
+            else:
+                is_needed = rest == token or (rest == f"{token}.part" and status == "running")
+            if not is_needed:
                 path.unlink(missing_ok=True)
 
     def _path(self, job: Job) -> Path:
@@ -299,12 +341,14 @@ class Jobs:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
+        reach("result_written")
         part.replace(self._path(job))
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+        reach("result_renamed")
 
     def _move_leased(self, job: Job, status: Status, **values: Any) -> bool:
         """Move ``job`` if it is still leased with its token."""
@@ -330,6 +374,14 @@ class Jobs:
         changes = {"status": status, "events": _events(job.entered, status, self._clock()), **values}
         connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
         return msgspec.structs.replace(job, **changes)
+
+
+def _modified_s(path: Path) -> float:
+    """Return when ``path`` was changed, in seconds since 1970; 0 if it does not exist any more."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _find_locked(connection: Connection, owner: str, name: str) -> Job | None:

@@ -39,7 +39,7 @@ from diffserve.service.stored.batch_runner import Answer
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.errors import StoreError
-from diffserve.store.jobs import Job, Jobs
+from diffserve.store.jobs import CAPTURE, Job, Jobs
 
 JOBS_AT_ONCE: Final = 8
 SWEEP_EVERY_S: Final = 30.0
@@ -86,7 +86,7 @@ class JobRunner:
             self.wake()
 
     async def _run_all(self) -> None:
-        swept_s = -SWEEP_EVERY_S
+        swept_s = looked_s = -SWEEP_EVERY_S
         try:
             while True:
                 self._wakeup.clear()
@@ -94,7 +94,9 @@ class JobRunner:
                     if time.monotonic() - swept_s >= SWEEP_EVERY_S:
                         swept_s = time.monotonic()
                         await FILES.run(self._jobs.sweep)
-                    await self._reclaim()
+                    if time.monotonic() - looked_s >= LOOK_EVERY_S:  # it reads the folder, which may be long
+                        looked_s = time.monotonic()
+                        await self._reclaim()
                     await self._stop_changed()
                     await self._claim()
                 except (OSError, StoreError) as error:
@@ -123,8 +125,8 @@ class JobRunner:
                 task.cancel()
 
     async def _claim(self) -> None:
-        while len(self._tasks) < JOBS_AT_ONCE:
-            job = await run_to_end(self._jobs.claim, self._holder)
+        while len(self._tasks) < JOBS_AT_ONCE and not any(job.losses for job, _ in self._tasks.values()):
+            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._tasks)
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
@@ -148,8 +150,7 @@ class JobRunner:
             await run_to_end(self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                if not await run_to_end(self._jobs.drain, job):  # the client has cancelled it
-                    await self._captures_of(job).remove()
+                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled it
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
@@ -162,7 +163,7 @@ class JobRunner:
                 await run_to_end(self._jobs.finish, job, "failed", None, "internal_error: internal server error.")
 
     def _captures_of(self, job: Job) -> CaptureFiles:
-        return CaptureFiles(self._jobs.folder, f"{job.number}-capture-")
+        return CaptureFiles(self._jobs.folder, f"{job.number}-{CAPTURE}")
 
     async def _finish(self, job: Job) -> None:
         if not self._owners.is_good(job.owner):
@@ -173,12 +174,15 @@ class JobRunner:
             error = f"unknown_endpoint: {job.endpoint} is not supported any more."
             await run_to_end(self._jobs.finish, job, "failed", None, error)
             return
-        answer = await self._answer(job)
+        answer, captures = await self._answer(job)
         status, error = ("succeeded", "") if answer.status < 400 else ("failed", _error_of(answer))
-        await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error)
+        if await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error):
+            await captures.remove()
 
-    async def _answer(self, job: Job) -> Answered:
+    async def _answer(self, job: Job) -> tuple[Answered, CaptureFiles]:
         """Return the response to a job, whose images continue from their captured states; full queues are retried.
+
+        The captured states are needed until the response is stored.
 
         Raises:
             EngineUnavailable: The engine was lost during the work.
@@ -203,8 +207,7 @@ class JobRunner:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "a job failed", error, request_id=request_id)
             answer = error_answer(error, request_id)
-        await captures.remove()
-        return answer
+        return answer, captures
 
 
 @asynccontextmanager
