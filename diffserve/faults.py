@@ -24,9 +24,9 @@ SERVER_POINTS: Final = (
     "job_inserted",  # its row is written but not committed
     "job_added",  # its row is on the disk, and the client has no answer
     "job_claimed",
-    "capture_read",
     "capture_written",  # its file has its temporary name
     "capture_renamed",
+    "capture_read",
     "result_written",  # its file has its temporary name
     "result_renamed",  # the row still says that the job is running
     "job_finished",  # the captures are not removed

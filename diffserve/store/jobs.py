@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.faults import reach
@@ -27,6 +27,9 @@ CAPTURE: Final = "capture-"
 
 LOCK_CREATED_S: Final = 60.0
 """Seconds after which a server that creates its lock file has done so, or was killed."""
+
+FILES_AT_ONCE: Final = 500
+"""Number of files that a sweep compares with their rows at once."""
 
 KEPT_S: Final = 7 * 24 * 3600.0
 MAX_UNFINISHED: Final = 10_000
@@ -301,31 +304,41 @@ class Jobs:
         now_s = self._clock()
         is_late = (jobs.c.status == "queued") & (jobs.c.expires_s <= now_s)
         is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        with self._database.writing() as connection:
+            connection.execute(delete(jobs).where(is_old))
         with self._database.reading() as connection:
-            rows = [read_row(Job, row) for row in connection.execute(select(jobs).where(or_(is_late, is_old)))]
-        for job in rows:
-            if job.is_over:
-                self.delete(job)
-            else:
-                error = "job_expired: it did not begin in time."
-                self._change(job.owner, job.id, "expired", ("queued",), error=error)
-        self._remove_unneeded_files(now_s)
+            late = connection.execute(select(jobs.c.owner, jobs.c.id).where(is_late)).all()
+        for owner, name in late:
+            self._change(owner, name, "expired", ("queued",), error="job_expired: it did not begin in time.")
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        for index in range(0, len(names), FILES_AT_ONCE):
+            self._remove_unneeded(names[index : index + FILES_AT_ONCE], now_s)
 
-    def _remove_unneeded_files(self, now_s: float) -> None:
-        """Remove captured states of finished jobs, results of earlier leases, and what killed servers have left."""
-        paths = list(self.folder.iterdir()) if self.folder.is_dir() else []  # read before the rows
-        columns = jobs.c.number, jobs.c.token, jobs.c.status
+    def _remove_unneeded(self, names: list[str], now_s: float) -> None:
+        """Remove those of the files ``names`` that no job needs.
+
+        These are captured states of finished jobs, results of earlier leases or deleted jobs, and what killed servers
+        have left. The names must have been read before this call, so that rows are not older than files.
+        """
+        numbers = {number for name in names if (number := name.partition("-")[0]).isdigit()}
+        columns = jobs.c.number, jobs.c.token, jobs.c.status, jobs.c.result_status
         with self._database.reading() as connection:
-            current = {str(row.number): (str(row.token), row.status) for row in connection.execute(select(*columns))}
-        for path in paths:
-            number, _, rest = path.name.partition("-")
-            token, status = current.get(number, ("", "deleted"))
-            if not number.isdigit():  # the lock file of a server
+            rows = connection.execute(select(*columns).where(jobs.c.number.in_(map(int, numbers))))
+            current = {str(row.number): row for row in rows}
+        for name in names:
+            path = self.folder / name
+            number, _, rest = name.partition("-")
+            job = current.get(number)
+            if number not in numbers:  # the lock file of a server
                 is_needed = path.suffix != ".new" or now_s - _modified_s(path) < LOCK_CREATED_S
+            elif job is None:
+                is_needed = False
             elif rest.startswith(CAPTURE):
-                is_needed = status in UNFINISHED
+                is_needed = job.status in UNFINISHED
+            elif job.status == "running":
+                is_needed = rest in (f"{job.token}", f"{job.token}.part")
             else:
-                is_needed = rest == token or (rest == f"{token}.part" and status == "running")
+                is_needed = job.result_status > 0 and rest == f"{job.token}"
             if not is_needed:
                 path.unlink(missing_ok=True)
 
