@@ -42,7 +42,7 @@ from diffserve.store import Database  # noqa: E402
 from diffserve.store.database import PageSelection  # noqa: E402
 from diffserve.store.jobs import Job, JobFilter, Jobs  # noqa: E402
 
-STEPS_FILE: Final = "DIFFSERVE_BENCH_STEPS_FILE"
+STEPS_FILE: Final = "BENCH_JOB_STEPS_FILE"
 GENERATIONS: Final = "/v1/images/generations"
 IMG2IMG: Final = "/sdapi/v1/img2img"
 KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -53,7 +53,10 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepcache": {"sampler": "euler", "cache_interval": 3},
 }
 NUM_STEPS: Final = 100
-LONGEST_WAIT_S: Final = 4.0
+LONGEST_WAIT_S: Final = 2.0
+SUSPECTS_S: Final = 15.0
+"""Longest time that the kill of an engine waits for jobs that have lost one."""
+
 MAX_REPEATED_STEPS: Final = 5
 MAX_REPEATED_S: Final = 3.0
 OVER_S: Final = 600.0
@@ -93,10 +96,10 @@ def calls_of(num_jobs: int) -> dict[str, Call]:
         kind = [*KINDS, "img2img"][number % (len(KINDS) + 1)]
         if kind == "img2img":
             body = {"prompt": "a cat", "steps": NUM_STEPS, "denoising_strength": 0.8, "init_images": [png]}
-            size = {"width": 128, "height": 128}
+            size = {"width": 64, "height": 64}
             calls[f"{kind}-{number}"] = IMG2IMG, body | size | {"seed": number}
         else:
-            body = {"prompt": "a red fox", "size": "128x128", "num_inference_steps": NUM_STEPS, "seed": number}
+            body = {"prompt": "a red fox", "size": "64x64", "num_inference_steps": NUM_STEPS, "seed": number}
             calls[f"{kind}-{number}"] = GENERATIONS, body | KINDS[kind]
     return calls
 
@@ -134,8 +137,11 @@ class Servers:
         time.sleep(self._random.uniform(0.0, LONGEST_WAIT_S))
         index = self._random.randrange(len(self._running))
         stack, _, pid = self._running[index]
-        has_suspect = any(job.losses for job in self.jobs("running"))
-        if self._random.random() < 0.5 and not has_suspect:
+        until_s = time.monotonic() + SUSPECTS_S
+        is_engine = self._random.random() < 0.5
+        while is_engine and self._has_suspects() and time.monotonic() < until_s:
+            time.sleep(0.1)
+        if is_engine and not self._has_suspects():
             os.kill(engine_of(pid), signal.SIGKILL)
             self.kills["engine"] += 1
         else:
@@ -147,6 +153,9 @@ class Servers:
     def unfinished(self) -> int:
         """Return the number of jobs that are not over."""
         return sum(not job.is_over for job in self.jobs())
+
+    def _has_suspects(self) -> bool:
+        return any(job.losses for job in self.jobs("queued", "running"))
 
     def stop(self) -> None:
         """Stop all servers."""
