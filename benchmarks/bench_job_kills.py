@@ -53,7 +53,9 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepcache": {"sampler": "euler", "cache_interval": 3},
 }
 NUM_STEPS: Final = 100
-LONGEST_WAIT_S: Final = 2.0
+MAX_STEPS_BETWEEN: Final = 300
+"""Largest number of steps of all images between two kills."""
+
 SUSPECTS_S: Final = 15.0
 """Longest time that the kill of an engine waits for jobs that have lost one."""
 
@@ -130,11 +132,10 @@ class Servers:
         return page[0]
 
     def kill_one(self) -> None:
-        """Kill a random server or its engine, some time after the first step since the last kill."""
-        num_bytes, until_s = self.steps_file.stat().st_size, time.monotonic() + OVER_S
-        while self.steps_file.stat().st_size == num_bytes and time.monotonic() < until_s and self.unfinished():
-            time.sleep(0.05)
-        time.sleep(self._random.uniform(0.0, LONGEST_WAIT_S))
+        """Kill a random server or its engine, a random number of steps after the last kill."""
+        num_steps, until_s = self._num_steps() + self._random.randint(1, MAX_STEPS_BETWEEN), time.monotonic() + OVER_S
+        while self._num_steps() < num_steps and time.monotonic() < until_s and self.unfinished():
+            time.sleep(0.02)
         index = self._random.randrange(len(self._running))
         stack, _, pid = self._running[index]
         until_s = time.monotonic() + SUSPECTS_S
@@ -153,6 +154,9 @@ class Servers:
     def unfinished(self) -> int:
         """Return the number of jobs that are not over."""
         return sum(not job.is_over for job in self.jobs())
+
+    def _num_steps(self) -> int:
+        return self.steps_file.read_bytes().count(b" step ")
 
     def _has_suspects(self) -> bool:
         return any(job.losses for job in self.jobs("queued", "running"))
