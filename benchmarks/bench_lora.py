@@ -125,6 +125,8 @@ def call_network(engine: Engine, call: UNetArguments, loras: RowLoRAs | None = N
     """Make one call of the network, with adapters if there are any."""
     with torch.inference_mode(), adapting(loras):
         engine.model.unet.plain(call)
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.model.device)
 
 
 def compare_calls(arms: Mapping[str, Callable[[], object]], rows: int, pairs: int) -> dict[str, Any]:

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.prompt_schedule import is_scheduled, num_parts, split_parts, texts_by_step, texts_read
+from diffserve.api.prompt_schedule import (
+    Area,
+    PartText,
+    is_scheduled,
+    num_parts,
+    split_parts,
+    texts_by_step,
+    texts_read,
+)
 from diffserve.api.prompt_syntax import encoded_text, in_a1111, parse_prompt, unserved_constructs
 from diffserve.api.types import GenerationRequest
 from diffserve.cli import main
 from diffserve.models.loras import Lora, read_tags
+from diffserve.models.vocabulary import unknown_words
 
 
 @pytest.mark.parametrize(
@@ -43,22 +52,48 @@ def test_editing_and_alternation_choose_the_text_of_each_step(prompt: str, texts
     [
         *("a [cat] on a hill", "a (cat:0.5)", "[(cat:0.5)]", "a|b", "[cat", "cat:dog:0.5]", r"\[cat|dog\]", "3:4"),
         *(r"[cat\|dog]", "[a cat: a dog]", "(cat|dog)", "BREAK", "and ANDROID", "<", "a < b: c > d", "", r"a \AND b"),
+        *(r"a \MASK(0 1, 0 1)", "MASK (0 1, 0 1)"),
         *("[(cat|dog]", "[cat:dog:0.5:]", "[cat:dog:]", "[cat:dog:five]", "[[cat]]"),
     ],
 )
 def test_other_texts_are_the_same_at_every_step(prompt: str) -> None:
     assert not is_scheduled(prompt, prompt)
     assert texts_by_step(prompt, 3, "prompt") == (prompt,) * 3
-    assert split_parts(prompt) == ((prompt, 1.0),)
+    assert split_parts(prompt) == (PartText(prompt),)
     assert texts_read(prompt, "prompt", [3]) == texts_read(prompt, "negative_prompt", [3]) == ()
     assert unserved_constructs(prompt) == []
 
 
 def test_and_splits_the_prompt_into_weighted_parts() -> None:
     parts = split_parts("a cat AND a dog :0.5 AND (bird:1.3) AND  : -1 AND [a:b:2]AND ")
-    assert parts == (("a cat", 1.0), ("a dog", 0.5), ("(bird:1.3)", 1.0), ("", -1.0), ("[a:b:2]", 1.0), ("", 1.0))
+    expected = (("a cat", 1.0), ("a dog", 0.5), ("(bird:1.3)", 1.0), ("", -1.0), ("[a:b:2]", 1.0), ("", 1.0))
+    assert parts == tuple(PartText(*each) for each in expected)
     assert num_parts("a cat AND a dog") == 2
     assert not is_scheduled("", "a cat AND a dog")
+
+
+def test_a_part_with_an_area_acts_there_only() -> None:
+    prompt = "a hill AND (a fox:1.2) MASK(0 .5,0.25 1) :0.5 AND MASK(0.5 1, 0 1.0)[cat|dog]"
+    assert split_parts(prompt) == (
+        PartText("a hill"),
+        PartText("(a fox:1.2)", 0.5, Area(0, 0.5, 0.25, 1)),
+        PartText("[cat|dog]", 1.0, Area(0.5, 1, 0, 1)),
+    )
+    assert split_parts("a fox MASK(0 1, 0 1)") == (PartText("a fox", 1.0, Area(0, 1, 0, 1)),)
+    assert texts_read(prompt, "prompt", [3]) == ("a hill", "(a fox:1.2)", "cat", "dog")
+    assert texts_read("a fox MASK(0 1, 0 1)", "negative_prompt", [3]) == ()
+    assert unknown_words("a fox MASK(0 0.5, 0 1) AND a dog", ["a", "and", "fox"]) == ("dog",)
+    assert Area(0, 0.5, 0.25, 1).slices(8, 16) == (slice(2, 8), slice(0, 8))
+    assert Area(0.999, 1, 0, 0.001).slices(8, 16) == (slice(0, 1), slice(15, 16))
+
+
+@pytest.mark.parametrize(
+    "area",
+    ["", "0 1", "0 1, 0", "0 1, 0 2", "1 0, 0 1", "0 0, 0 1", "-1 1, 0 1", "nan 1, 0 1", "0 1, 0 1e0", "a b, c d"],
+)
+def test_a_wrong_area_is_refused(area: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not an area; write left and right"):
+        split_parts(f"a hill AND a fox MASK({area})")
 
 
 def test_a_filter_reads_every_text_that_a_prompt_becomes() -> None:
@@ -105,6 +140,9 @@ def test_plain_prompt_has_no_constructs() -> None:
             "[a|b]" * 6000,
             "[" * 16_000 + "]" * 16_000,
             "a AND" * 6000,
+            "MASK(0 1, 0 1)" * 2000,
+            "MASK(" * 6000,
+            "MASK(" + "0 " * 15_000 + ")",
         ),
         *("[" + ":1" * 15_000 + "]", "[a:" + " " * 30_000 + "]", "[a:" + "1" * 30_000 + "]"),
     ],

@@ -46,6 +46,7 @@ class Job(NamedTuple):
 START: Final = "start"
 HERE: Final = "benchmarks.gpu"
 NETWORK: Final = f"{HERE}.network_rows"
+FEATURES: Final = f"{HERE}.feature_rows"
 SCHEDULE: Final = (
     Row(
         START,
@@ -62,6 +63,9 @@ SCHEDULE: Final = (
         f"{HERE}.embedded_row:run",
     ),
     Row("server", 40, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
+    Row("captures", 80, "cost of captures, images continued from them", f"{FEATURES}:captures", quiet=True),
+    Row("references", 60, "rows with reference images against plain ones", f"{FEATURES}:references", quiet=True),
+    Row("large", 45, "SDXL at 2048 px, tiled diffusion, an upscaler network", f"{FEATURES}:large", quiet=True),
     Row("sd15", 60, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16", "sd15-decoder")),
     Row(
         "sdxl-compiled",

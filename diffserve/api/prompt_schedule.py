@@ -3,8 +3,9 @@
 Editing: ``[from:to:when]`` reads ``from`` until step ``when`` and ``to`` afterwards; ``[to:when]`` adds words and
 ``[from::when]`` removes them. ``when`` with a decimal point is a fraction of the steps, else a number of steps.
 Alternation: ``[a|b]`` reads ``a`` and ``b`` in turn, a step each. Composition: ``a AND b :0.7`` evaluates the UNet for
-each part and adds the weighted differences from the unconditional output (Liu et al. 2022, arXiv 2206.01714).
-Everything else, ``[word]`` included, stays as it is for ``prompt_syntax``; a backslash escapes.
+each part and adds the weighted differences from the unconditional output (Liu et al. 2022, arXiv 2206.01714). A part
+with ``MASK(0 0.5, 0 1)`` acts in that area only: left and right, top and bottom, in fractions of the image. Everything
+else, ``[word]`` included, stays as it is for ``prompt_syntax``; a backslash escapes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ JUDGED_STEPS: Final = 240
 _MARK: Final = re.compile(r"\\.|<\w+:[^<>]+>|[\[\]()|:]", re.DOTALL)
 _WHEN: Final = re.compile(r"\s*[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})\s*")
 _AND: Final = re.compile(r"(?<!\\)\bAND\b")
+_MASK: Final = re.compile(r"(?<!\\)\bMASK\(([^()]*)\)")
+_AREA: Final = re.compile(r"\s*(\S+)\s+(\S+)\s*,\s*(\S+)\s+(\S+)\s*")
+_FRACTION: Final = re.compile(r"(?:0|1|[01]?\.\d{1,9})")
 _WEIGHT: Final = re.compile(r"[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})")
 _SHOWN_CHARS: Final = 60
 
@@ -77,10 +81,33 @@ class _Frame:
     colons: list[int]
 
 
+class Area(NamedTuple):
+    """Rectangle of an image in fractions of its width and height, from 0 to 1."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    def slices(self, height: int, width: int) -> tuple[slice, slice]:
+        """Return the rows and columns of a latent of ``height`` and ``width`` that are in the area, at least one."""
+        rows = _cells(self.top, self.bottom, height)
+        return rows, _cells(self.left, self.right, width)
+
+
+class PartText(NamedTuple):
+    """One part of a prompt without AND, MASK and its weight; ``area`` is ``None`` for the entire image."""
+
+    text: str
+    weight: float = 1.0
+    area: Area | None = None
+
+
 class PromptPart(NamedTuple):
-    """One part of a prompt: its weight, and its text at each step."""
+    """One part of a prompt: its weight, its area (``None``: the entire image), and its text at each step."""
 
     weight: float
+    area: Area | None
     texts: tuple[str, ...]
 
 
@@ -88,10 +115,12 @@ def prompt_parts(prompt: str, num_steps: int) -> tuple[PromptPart, ...]:
     """Return the parts of ``prompt`` that AND joins, each with its text at each of ``num_steps`` steps.
 
     Raises:
-        InvalidRequest: There are too many parts, texts, or brackets of editing and alternation.
+        InvalidRequest: There are too many parts, texts, or brackets of editing and alternation, or a wrong MASK.
     """
-    parts = split_parts(prompt)
-    return tuple(PromptPart(weight, texts_by_step(text, num_steps, "prompt")) for text, weight in parts)
+    return tuple(
+        PromptPart(part.weight, part.area, texts_by_step(part.text, num_steps, "prompt"))
+        for part in split_parts(prompt)
+    )
 
 
 def num_parts(prompt: str) -> int:
@@ -99,32 +128,66 @@ def num_parts(prompt: str) -> int:
     return len(_AND.findall(prompt)) + 1
 
 
-def split_parts(prompt: str) -> tuple[tuple[str, float], ...]:
-    """Split ``prompt`` at AND into texts and weights; a prompt without AND is unchanged and weighs 1.
+def is_composed(prompt: str) -> bool:
+    """Return whether ``prompt`` has several parts or an area."""
+    return bool(_AND.search(prompt) or _MASK.search(prompt))
+
+
+def without_areas(prompt: str) -> str:
+    """Return ``prompt`` without the areas of its parts."""
+    return _MASK.sub("", prompt)
+
+
+def split_parts(prompt: str) -> tuple[PartText, ...]:
+    """Split ``prompt`` at AND into texts with weights and areas; one without AND and MASK is unchanged and weighs 1.
 
     Raises:
-        InvalidRequest: There are more than ``MAX_PARTS`` parts, or a weight is beyond ``MAX_PART_WEIGHT``.
+        InvalidRequest: There are more than ``MAX_PARTS`` parts, a weight is beyond ``MAX_PART_WEIGHT``, or a MASK is
+            wrong.
     """
+    if not is_composed(prompt):
+        return (PartText(prompt),)
     texts = _AND.split(prompt)
-    if len(texts) == 1:
-        return ((prompt, 1.0),)
     message = f"the prompt has {len(texts)} parts joined by AND; give at most {MAX_PARTS}, or write \\AND for the word."
     check(len(texts) <= MAX_PARTS, message, "prompt")
-    return tuple(map(_weighted, texts))
+    return tuple(map(_part, texts))
 
 
-def _weighted(text: str) -> tuple[str, float]:
-    """Split "a dog :0.7" into its text and weight; 1 without a number."""
-    words, colon, number = text.rpartition(":")
+def _part(text: str) -> PartText:
+    """Split "a dog MASK(0 0.5, 0 1) :0.7" into text, weight and area."""
+    masks = _MASK.findall(text)
+    check(len(masks) <= 1, f"the part {_shown(text)} of the prompt has {len(masks)} areas; give one.", "prompt")
+    words, colon, number = without_areas(text).rpartition(":")
+    area = _area(masks[0]) if masks else None
     if not colon or not _WEIGHT.fullmatch(number.strip()) or words.endswith("\\"):
-        return text.strip(), 1.0
+        return PartText(without_areas(text).strip(), 1.0, area)
     weight = float(number)
-    message = (
-        f"the part {text.strip()[:_SHOWN_CHARS]!r} of the prompt has the weight {weight:g}; keep it within "
-        f"{MAX_PART_WEIGHT:g}."
-    )
+    message = f"the part {_shown(text)} of the prompt has the weight {weight:g}; keep it within {MAX_PART_WEIGHT:g}."
     check(abs(weight) <= MAX_PART_WEIGHT, message, "prompt")
-    return words.strip(), weight
+    return PartText(words.strip(), weight, area)
+
+
+def _area(text: str) -> Area:
+    """Parse "0 0.5, 0 1": left and right, top and bottom."""
+    match = _AREA.fullmatch(text)
+    numbers = match.groups() if match is not None else ()
+    is_area = bool(numbers) and all(map(_FRACTION.fullmatch, numbers))
+    area = Area(*map(float, numbers)) if is_area else Area(0, 0, 0, 0)
+    message = (
+        f"MASK({text[:_SHOWN_CHARS]}) in the prompt is not an area; write left and right, then top and bottom, from 0 "
+        r"to 1, as in MASK(0 0.5, 0 1), or \MASK( for the text."
+    )
+    check(area.left < area.right <= 1 and area.top < area.bottom <= 1, message, "prompt")
+    return area
+
+
+def _cells(start: float, stop: float, size: int) -> slice:
+    first = min(round(start * size), size - 1)
+    return slice(first, max(round(stop * size), first + 1))
+
+
+def _shown(text: str) -> str:
+    return repr(text.strip()[:_SHOWN_CHARS])
 
 
 def texts_by_step(text: str, num_steps: int, name: str) -> tuple[str, ...]:
@@ -145,23 +208,23 @@ def texts_by_step(text: str, num_steps: int, name: str) -> tuple[str, ...]:
 
 
 def is_scheduled(prompt: str, negative: str) -> bool:
-    """Return whether the prompt has editing, alternation or AND, or the negative prompt editing or alternation.
+    """Return whether the prompt has editing, alternation, AND or MASK, or the negative one editing or alternation.
 
     Raises:
         InvalidRequest: As ``texts_by_step``.
     """
     texts = ((prompt, "prompt"), (negative, "negative_prompt"))
-    if _AND.search(prompt):
+    if is_composed(prompt):
         return True
     return any(not isinstance(item, str) for text, name in texts if "[" in text for item in _parse(text, name))
 
 
 def texts_read(prompt: str, name: str, step_counts: Iterable[int]) -> tuple[str, ...]:
-    """Return the distinct texts that editing, alternation and AND make of ``prompt``, for a filter of prompts.
+    """Return the distinct texts that editing, alternation, AND and MASK make of ``prompt``, for a filter of prompts.
 
     Args:
         prompt: The prompt; one without them has no texts but itself, and the result is empty.
-        name: "prompt" or "negative_prompt", which has no AND.
+        name: "prompt" or "negative_prompt", which has no AND and no MASK.
         step_counts: Numbers of steps to consider; those of ``JUDGED_STEPS`` are added, in which every editing and
             alternation has its turn.
 
@@ -171,9 +234,9 @@ def texts_read(prompt: str, name: str, step_counts: Iterable[int]) -> tuple[str,
     is_negative = name == "negative_prompt"
     if not (is_scheduled("", prompt) if is_negative else is_scheduled(prompt, "")):
         return ()
-    parts = ((prompt, 1.0),) if is_negative else split_parts(prompt)
+    parts = (PartText(prompt),) if is_negative else split_parts(prompt)
     counts = dict.fromkeys((*step_counts, JUDGED_STEPS))
-    texts = dict.fromkeys(text for part, _ in parts for count in counts for text in texts_by_step(part, count, name))
+    texts = dict.fromkeys(text for part in parts for count in counts for text in texts_by_step(part.text, count, name))
     message = (
         f"the {name.replace('_', ' ')} can have more than {MAX_JUDGED} different texts; use fewer alternatives [a|b] "
         "or fewer edits [from:to:when]."

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from diffserve.api.errors import ModelLoadError
+from diffserve.api.prompt_schedule import without_areas
 from diffserve.api.prompt_syntax import encoded_text
 
 ContentT = TypeVar("ContentT")
@@ -63,7 +64,7 @@ def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
     known_words = set(words)
     return tuple(
         word
-        for word in dict.fromkeys(_WORD.findall(encoded_text(prompt).lower().replace("_", " ")))
+        for word in dict.fromkeys(_WORD.findall(encoded_text(without_areas(prompt)).lower().replace("_", " ")))
         if (word[0].isalnum() or unicodedata.category(word[0]) == _PICTOGRAM)
         and word not in known_words
         and not known_words.issuperset(word.split("-"))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, HIRES, REQUEST_FIELDS, NoiseSource
-from diffserve.api.prompt_schedule import num_parts, texts_read
+from diffserve.api.prompt_schedule import is_composed, texts_read
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import enlarged_px, on_grid_px, row_cost
 from diffserve.api.tiles import TileLayout, tiles_of
@@ -336,26 +336,26 @@ class ImageAdmission:
     def _composed(
         self, prompt: str, negative_prompt: str, params: DiffusionParams, rows: Mapping[str, Any], scale: float
     ) -> dict[str, Any]:
-        """Return the row settings that the prompts change: with AND all rows are guided, by 1 where guidance is off.
+        """Return the row settings that the prompts change: composed ones guide all rows, by 1 where guidance is off.
 
         Raises:
             InvalidRequest: The model or another field does not allow such a prompt.
         """
-        is_guided = rows["guided"].any() or num_parts(prompt) > 1
+        is_guided = rows["guided"].any() or is_composed(prompt)
         prompts = schedule_prompts(prompt, negative_prompt, rows["table"], is_guided=is_guided)
         if prompts is None:
             return {"prompts": None, "guidance_at": ()}
         threshold = params.similarity_threshold
         alone = (
-            f"similarity_threshold is {threshold}; it cannot be combined with prompt editing, alternation or AND: "
-            "leave it out, or give the prompt without them."
+            f"similarity_threshold is {threshold}; it cannot be combined with prompt editing, alternation, AND or "
+            "MASK: leave it out, or give the prompt without them."
         )
         check(threshold is None, alone, "similarity_threshold")
         if not prompts.is_composed:
             return {"prompts": prompts, "guidance_at": ()}
         no_rows = (
-            f"the prompt has {len(prompts.weights)} parts joined by AND; {self.info.model_id} has no unconditional "
-            r"row, which they are combined with: give one part, or write \AND for the word."
+            f"the prompt has parts joined by AND or with a MASK; {self.info.model_id} has no unconditional row, which "
+            r"they are combined with: give one part without a MASK, or write \AND for the word."
         )
         check(not self.info.embeds_guidance, no_rows, "prompt")
         guided = np.ones_like(rows["guided"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from diffserve.api.prompt_schedule import check_num_texts, is_scheduled, prompt_parts, texts_by_step
+from diffserve.api.prompt_schedule import Area, check_num_texts, is_scheduled, prompt_parts, texts_by_step
 from schedulers import StepTable
 
 TextPair = tuple[str, str | None]
@@ -12,24 +12,26 @@ TextPair = tuple[str, str | None]
 
 
 class PromptSchedule(NamedTuple):
-    """Texts of an image whose prompt has editing, alternation or AND.
+    """Texts of an image whose prompt has editing, alternation, AND or MASK.
 
     Attributes:
         pairs: All distinct texts, prompts and negative prompts side by side; the shorter list is filled with its last.
         weights: Weight of each part of the prompt; (1.0,) without AND.
+        areas: Area of each part of the prompt; ``None`` for the entire image.
         cond_at: Index in ``pairs`` of the text of each part, by row of the step table.
         uncond_at: Index in ``pairs`` of the negative prompt, by row of the step table.
     """
 
     pairs: tuple[TextPair, ...]
     weights: tuple[float, ...]
+    areas: tuple[Area | None, ...]
     cond_at: tuple[tuple[int, ...], ...]
     uncond_at: tuple[int, ...]
 
     @property
     def is_composed(self) -> bool:
-        """Whether the prompt has several parts."""
-        return len(self.weights) > 1
+        """Whether the prompt has several parts or an area."""
+        return len(self.weights) > 1 or self.areas != (None,)
 
 
 def schedule_prompts(prompt: str, negative_prompt: str, table: StepTable, *, is_guided: bool) -> PromptSchedule | None:
@@ -55,6 +57,7 @@ def schedule_prompts(prompt: str, negative_prompt: str, table: StepTable, *, is_
     return PromptSchedule(
         pairs=tuple((cond, uncond if is_guided else None) for cond, uncond in zip(*filled, strict=True)),
         weights=tuple(part.weight for part in parts),
+        areas=tuple(part.area for part in parts),
         cond_at=tuple(tuple(conds.index(part.texts[step]) for part in parts) for step in steps),
         uncond_at=tuple(unconds.index(negatives[step]) for step in steps),
     )

@@ -480,13 +480,13 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
     """Return the guided outputs (B, C, h, w) of the rows' outputs (num_rows, C, h, w).
 
     An image with the parts i of weights w_i has the conditional output uncond + sum of w_i (cond_i - uncond), as in Liu
-    et al. 2022 (arXiv 2206.01714).
+    et al. 2022 (arXiv 2206.01714); a part with an area is added there only.
     """
     num_cond = batch.num_rows - len(batch.guided)
     cond = output[:num_cond]
     if not batch.guided:
         return cond
-    is_composed = num_cond > len(batch.tasks)
+    is_composed = any(task.composition is not None for task in batch.tasks)
     parts = cond
     if is_composed:
         firsts = [row for row, (_, part, _) in enumerate(batch.unet_rows[:num_cond]) if part == 0]
@@ -504,7 +504,7 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
 
 
 def compose(batch: ImageBatch, parts: Tensor, cond: Tensor, uncond: Tensor) -> None:
-    """Write the composed outputs of images with several parts to ``cond`` (B, C, h, w).
+    """Write the composed outputs of images with several parts or areas to ``cond`` (B, C, h, w).
 
     Args:
         batch: The images.
@@ -516,10 +516,12 @@ def compose(batch: ImageBatch, parts: Tensor, cond: Tensor, uncond: Tensor) -> N
     for row, (image, _, _) in enumerate(batch.unet_rows[: len(parts)]):
         rows_of_image.setdefault(image, []).append(row)
     for image, rows in rows_of_image.items():
-        if len(rows) > 1:
+        prompts = batch.tasks[image].composition
+        if prompts is not None:
             total = uncond[image].clone()
-            for weight, row in zip(batch.tasks[image].weights, rows, strict=True):
-                total += weight * (parts[row] - uncond[image])
+            for weight, area, row in zip(prompts.weights, prompts.areas, rows, strict=True):
+                place = (slice(None), *area.slices(*total.shape[1:])) if area is not None else ...
+                total[place] += weight * (parts[row][place] - uncond[image][place])
             cond[image] = total
 
 

@@ -453,10 +453,10 @@ class ImageTask:
         return self.settings.parts_at[self.row_index]
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        """Weights of the conditional parts; (1.0,) for a prompt without AND."""
+    def composition(self) -> PromptSchedule | None:
+        """The prompt, with the weights and areas of its parts; ``None`` for one without AND and MASK."""
         prompts = self.settings.prompts
-        return (1.0,) if prompts is None else prompts.weights
+        return prompts if prompts is not None and prompts.is_composed else None
 
     @property
     def guidance_now(self) -> float:
