@@ -135,7 +135,7 @@ def engine_of(server_pid: int) -> int:
     """Return the process id of the server's engine; a spare one is younger."""
     engines = []
     for child in psutil.Process(server_pid).children():
-        with suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # it has ended
             if "diffserve.engine.process" in child.cmdline():
                 engines.append(child)
     return int(min(engines, key=lambda child: child.create_time()).pid)
