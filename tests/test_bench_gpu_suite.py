@@ -93,6 +93,8 @@ def test_the_schedule_fits_in_ten_minutes_and_rows_that_need_a_quiet_machine_com
 
 def test_rows_are_chosen_by_name_and_the_first_always_runs() -> None:
     assert [row.name for row in choose_rows("server,sdxl")] == [START, "server", "sdxl"]
+    assert [row.name for row in choose_rows("large")] == [START, "large"]
+    assert choose_rows("") == SCHEDULE
     with pytest.raises(ValueError, match=r"no row sdxx; choose from start, tests"):
         choose_rows("sdxl,sdxx")
 

@@ -12,15 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from diffserve.api.errors import InvalidRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.batch.lines import NAME, Manifest, Outcome, read_lines
+from diffserve.cli.batch.painters import ServerPainter
+from diffserve.cli.batch.runner import paint_line
 from diffserve.cli.generate import open_engine
+from diffserve.client import Client
 from diffserve.media.images import read_infotext
 from diffserve.settings.config import Settings
-from tests.service.server import RunningServer, wait_for
+from tests.service.server import RunningServer, running_server, wait_for
+from tests.service.test_edits import in_base64, picture
+
+SMALL = in_base64(picture(64, 64))
 
 
 def write_lines(path: Path, *lines: object) -> Path:
@@ -137,6 +144,73 @@ def test_stopped_batch_resumes_without_repeating_lines(
     assert (results[2]["seeds"], results[2]["recipe"]["num_inference_steps"]) == ([2], 2)
     assert results[3]["error"]["code"] == "unknown_sampler"
     assert "Seed: 2" in str(read_infotext((folder / "3.png").read_bytes()))
+
+
+@pytest.mark.slow
+def test_lines_on_a_server_match_the_answers_of_requests(server: RunningServer, tmp_path: Path) -> None:
+    fox = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
+    start = {"image": SMALL, "strength": 0.5}
+    requests = [fox, fox | {"n": 2, "seed": 5, "output_format": "jpeg"}, fox | start, fox | {"sampler": "nope"}]
+    file = write_lines(tmp_path / "p.jsonl", *requests)
+    with Client(server.url) as client:
+        earlier = client.jobs().data
+        assert batch(file, "-o", tmp_path / "jobs", "--server", server.url) == 1
+        assert client.jobs().data == earlier, "jobs of recorded lines are deleted"
+        painter = ServerPainter(client, None)
+        for line, outcome in zip(read_lines(file), outcomes(tmp_path / "jobs"), strict=True):
+            expected, pictures = paint_line(line, painter, lambda _: None)
+            files = [(tmp_path / "jobs" / name).read_bytes() for name in outcome["files"]]
+            assert files == [picture.data for picture in pictures]
+            assert comparable(outcome) == comparable(json.loads(msgspec.json.encode(expected)))
+
+
+def comparable(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without times and IDs, which differ from run to run."""
+    differing = ("id", "timings", "history_id")
+    recipe = {name: value for name, value in outcome["recipe"].items() if name not in differing}
+    return {**outcome, "seconds": 0, "recipe": recipe}
+
+
+@pytest.mark.slow
+def test_the_same_command_finds_its_jobs_after_both_processes_were_killed(tmp_path: Path) -> None:
+    """Random seeds show that the images are those of the first run's jobs."""
+    env = {"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "data")}
+    lines = [{"prompt": "a fox", "steps": 60, "size": "128x128"} for _ in range(4)]
+    file, folder = write_lines(tmp_path / "p.jsonl", *lines), tmp_path / "out"
+    with running_server(Path("embedded"), tmp_path / "first", env=env) as server:
+        command = [sys.executable, "-m", "diffserve", "batch", str(file), "-o", str(folder), "--server", server.url]
+        with subprocess.Popen(command) as process, Client(server.url) as client:
+            wait_for(lambda: len(client.jobs().data) == 4, 120, "all jobs")
+            process.kill()
+        server.process.kill()
+        server.process.wait()
+    with running_server(Path("embedded"), tmp_path / "second", env=env) as server, Client(server.url) as client:
+        names = {job.id for job in client.jobs().data}
+        wait_for(lambda: all(job.status == "succeeded" for job in client.jobs().data), 120, "the jobs")
+        bodies = [json.loads(client.job_result(name)) for name in names]
+        assert batch(file, "-o", folder, "--server", server.url) == 0
+        seeds = [seed for outcome in outcomes(folder) for seed in outcome["seeds"]]
+        assert sorted(seeds) == sorted(body["data"][0]["seed"] for body in bodies)
+        assert len(set(seeds)) == 4
+        images = {base64.b64decode(body["data"][0]["b64_json"]) for body in bodies}
+        assert {path.read_bytes() for path in folder.glob("*.png")} == images
+        assert not client.jobs().data
+        assert batch(file, "-o", tmp_path / "other", "--server", server.url) == 0
+        assert not set(seeds) & {outcome["seeds"][0] for outcome in outcomes(tmp_path / "other")}
+
+
+@pytest.mark.slow
+def test_a_server_that_stores_nothing_answers_lines_as_requests(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "p.jsonl", {"prompt": "a fox", "steps": 2, "seed": 1}, {"prompt": "x", "steps": 0})
+    env = {"DIFFSERVE_SERVE_HOST": "0.0.0.0", "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}
+    with running_server(Path("embedded"), tmp_path / "server", env=env) as server:
+        server.wait_until_ready()
+        url = f"http://127.0.0.1:{server.port}"
+        with Client(url) as client, pytest.raises(DiffserveError, match="no API keys"):
+            client.jobs()
+        assert batch(file, "-o", tmp_path / "out", "--server", url) == 1
+    first, second = outcomes(tmp_path / "out")
+    assert ((tmp_path / "out" / first["files"][0]).is_file(), second["error"]["param"]) == (True, "steps")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.bench_bulk import Batch, Bulk, counted
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.batch.cluster_run import MOST_TRIES, ShardJob, ShardReport, ShardWorker, _from_anywhere
-from diffserve.cli.batch.lines import NAME, Outcome, read_outcomes
+from diffserve.cli.batch.lines import NAME, Line, Outcome, read_outcomes
 from diffserve.cli.batch.painters import PaintedFile, ReportProgress
 from diffserve.cli.batch.shards import Layout, ShardFolder
 from diffserve.settings.config import Settings
@@ -32,7 +32,8 @@ class FakePainter:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
+    def paint(self, line: Line, report_progress: ReportProgress) -> list[PaintedFile]:
+        fields = line.fields
         seed = fields["seed"]
         if fields["prompt"] == "none":
             raise InvalidRequest("nothing to see.")

@@ -28,7 +28,7 @@ from diffserve.runtime.footprint import meta_copy, plan_large_image
 from diffserve.runtime.upscaling.network import Upscaler, build_network
 from diffserve.settings.config import EngineConfig
 
-PAIRS: Final = 8
+PAIRS: Final = 6
 EVERY_S: Final = 1.0
 REFERENCE_ROWS: Final = 8
 LARGE_PX: Final = 2048
@@ -92,7 +92,7 @@ def _run(engine: Engine, requests: Sequence[GenerationRequest], every_s: float) 
 def _cost(bench: Bench, engine: Engine, num_images: int) -> dict[str, Any]:
     """Return the share of throughput that captures cost in alternating pairs of runs."""
     every_s = 0.01 if bench.quick else EVERY_S
-    requests = make_requests(num_images, 4 if bench.quick else 50)
+    requests = make_requests(num_images, 4 if bench.quick else 30)
     pairs: list[tuple[float, float]] = []
     counts: list[tuple[int, int]] = []
     while len(pairs) < (2 if bench.quick else PAIRS + 1) and (bench.quick or bench.left_s > 10):

@@ -63,9 +63,6 @@ SCHEDULE: Final = (
         f"{HERE}.embedded_row:run",
     ),
     Row("server", 40, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
-    Row("captures", 80, "cost of captures, images continued from them", f"{FEATURES}:captures", quiet=True),
-    Row("references", 60, "rows with reference images against plain ones", f"{FEATURES}:references", quiet=True),
-    Row("large", 45, "SDXL at 2048 px, tiled diffusion, an upscaler network", f"{FEATURES}:large", quiet=True),
     Row("sd15", 60, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16", "sd15-decoder")),
     Row(
         "sdxl-compiled",
@@ -80,6 +77,13 @@ SCHEDULE: Final = (
     Row("diffusers", 55, "diffusers on the same weights: serial, batches of 8", f"{HERE}.peer_row:run",
         needs=("diffusers-16",), quiet=True),
 )  # fmt: skip
+ON_REQUEST: Final = (
+    Row("captures", 180, "cost of captures, images continued from them", f"{FEATURES}:captures", quiet=True),
+    Row("references", 75, "rows with reference images against plain ones", f"{FEATURES}:references", quiet=True),
+    Row("large", 45, "SDXL at 2048 px, tiled diffusion, an upscaler network", f"{FEATURES}:large", quiet=True),
+)
+"""Rows that run only when they are named: the schedule has no time for them."""
+
 LENGTH_S: Final = 580.0
 """Seconds that all rows have together; what their budgets leave over is time to wait for compile jobs."""
 
@@ -115,12 +119,15 @@ def seconds_of(rows: Sequence[Row]) -> float:
 
 
 def choose_rows(names: str) -> tuple[Row, ...]:
-    """Return the rows called ``names``, with commas, and always the first one; all of them for "".
+    """Return the rows called ``names``, with commas, and always the first one; those of the schedule for "".
 
     Raises ValueError for a name that is not a row.
     """
-    names_to_run = _names_among(names, [row.name for row in SCHEDULE], "row")
-    return tuple(row for row in SCHEDULE if row.name == START or row.name in names_to_run)
+    if not names:
+        return SCHEDULE
+    rows = (*SCHEDULE, *ON_REQUEST)
+    names_to_run = _names_among(names, [row.name for row in rows], "row")
+    return tuple(row for row in rows if row.name == START or row.name in names_to_run)
 
 
 def choose_jobs(names: str) -> tuple[Job, ...]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from diffserve.api.errors import DiffserveError
+from diffserve.cli.commands.jobs import jobs_app
 from diffserve.cli.commands.machine import doctor, list_names, prune, warm
 from diffserve.cli.commands.paint import batch, generate, rewrite, upscale
 from diffserve.cli.commands.serve import cluster_app, keys_app, mcp, serve
@@ -105,7 +106,7 @@ def root(
 for command in (generate, upscale, batch, rewrite, serve, sweep, calibrate, verify, doctor, warm, prune, mcp):
     app.command()(command)
 app.command("list")(list_names)
-for group in (keys_app, cluster_app):
+for group in (jobs_app, keys_app, cluster_app):
     app.add_typer(group)
 
 

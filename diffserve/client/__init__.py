@@ -47,7 +47,15 @@ from diffserve.client.images import (
     Provenance,
     UpscaledImage,
 )
-from diffserve.client.jobs import JobEvent, JobFailure, JobFields, JobStatus, StoredJob
+from diffserve.client.jobs import (
+    CancelledJobs,
+    JobEvent,
+    JobFailure,
+    JobFields,
+    JobProgress,
+    JobStatus,
+    StoredJob,
+)
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
     ControlNet,
@@ -110,6 +118,7 @@ __all__ = [
     "Asker",
     "AsyncClient",
     "AsyncStream",
+    "CancelledJobs",
     "Capabilities",
     "CellFinished",
     "Chat",
@@ -145,6 +154,7 @@ __all__ = [
     "JobEvent",
     "JobFailure",
     "JobFields",
+    "JobProgress",
     "JobStatus",
     "LanguageCapabilities",
     "Limits",

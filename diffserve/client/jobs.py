@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Unpack, get_args
 from urllib.parse import urlencode
 
 import msgspec
@@ -12,7 +12,7 @@ from diffserve.client.stored import Listed, PageFields
 from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, encode_json, resource
 
 JOBS: Final = "/v1/jobs"
-JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -28,6 +28,9 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attempts: Number of times that the server began to run the job.
+        position: Position in the queue of all clients, 1 starts next; None if it is not queued.
+        progress: Share of its work that is done, from 0 to 1; None if it does not run, or unknown.
+        estimated_seconds: Seconds until its end; None if unknown.
         expires_at: When it expires if it has not begun.
         has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
     """
@@ -37,6 +40,9 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     status: JobStatus
     error: JobFailure | None = None
     attempts: int
+    position: int | None = None
+    progress: float | None = None
+    estimated_seconds: float | None = None
     created_at: int
     expires_at: int
     started_at: int | None = None
@@ -58,6 +64,21 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     job: StoredJob | None = None
 
 
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a running job: the share of its work that is done, and the seconds until its end if known."""
+
+    id: str
+    progress: float
+    estimated_seconds: float | None = None
+
+
+class CancelledJobs(msgspec.Struct, frozen=True, kw_only=True):
+    """IDs of the jobs that a call cancelled, and those of its other IDs: of finished and of unknown jobs."""
+
+    cancelled: tuple[str, ...]
+    not_cancelled: tuple[str, ...]
+
+
 class JobFields(PageFields, total=False):
     """Filter and page selection of a list of jobs.
 
@@ -70,10 +91,10 @@ class JobFields(PageFields, total=False):
     endpoint: str
 
 
-def job_reader() -> TypedReader[JobEvent]:
+def job_reader() -> TypedReader[JobEvent | JobProgress]:
     """Return a decoder of the events of a job."""
-    ends = frozenset(f"job.{status}" for status in OVER)
-    return TypedReader(dict.fromkeys(("job.queued", "job.running", *ends), JobEvent), ends, 1)
+    types: dict[str, type[JobEvent | JobProgress]] = {f"job.{status}": JobEvent for status in get_args(JobStatus)}
+    return TypedReader(types | {"job.progress": JobProgress}, frozenset(f"job.{status}" for status in OVER), 1)
 
 
 class JobMethods(HttpClient):
@@ -139,11 +160,12 @@ class JobMethods(HttpClient):
         """
         return await self._call("GET", resource(JOBS, job_id), StoredJob)
 
-    def job_events(self, job_id: str) -> AsyncStream[JobEvent]:
-        """Follow a job until it is over: first the states that it has entered already.
+    def job_events(self, job_id: str, after: int = 0) -> AsyncStream[JobEvent | JobProgress]:
+        """Follow a job until it is over: first the states that it has entered already, and its progress.
 
         Args:
             job_id: The ID of the job.
+            after: Number of states that are known already, which the stream leaves out.
 
         Returns:
             A stream of events; leaving it does not stop the job.
@@ -151,7 +173,7 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: No job has this ID.
         """
-        return self._events(resource(JOBS, job_id, "events"), job_reader())
+        return self._events(resource(JOBS, job_id, "events"), job_reader(), {"Last-Event-ID": str(after)})
 
     async def job_result(self, job_id: str) -> bytes:
         """Fetch the answer of a job, which is that of the request itself.
@@ -180,6 +202,58 @@ class JobMethods(HttpClient):
             InvalidRequest: The job is already over.
         """
         return await self._call("POST", resource(JOBS, job_id, "cancel"), StoredJob)
+
+    async def cancel_jobs(
+        self,
+        ids: Sequence[str] | None = None,
+        *,
+        status: Sequence[Literal["queued", "running", "paused"]] | None = None,
+        endpoint: str | None = None,
+    ) -> CancelledJobs:
+        """Cancel several jobs: those that all of the given conditions select; ``ids`` or ``status`` is needed.
+
+        Args:
+            ids: IDs of at most 1000 jobs.
+            status: States of the jobs.
+            endpoint: Path of their requests.
+
+        Returns:
+            The IDs of the cancelled jobs, and the other ones of ``ids``.
+
+        Raises:
+            InvalidRequest: A value is wrong or missing.
+        """
+        fields = {"ids": ids, "status": status, "endpoint": endpoint}
+        body = {name: value for name, value in fields.items() if value is not None}
+        return await self._call("POST", f"{JOBS}/cancel", CancelledJobs, body)
+
+    async def pause_job(self, job_id: str) -> StoredJob:
+        """Hold back a job; one that runs is stopped and continues from its last captured state when it is resumed.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is already over.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "pause"), StoredJob)
+
+    async def resume_job(self, job_id: str) -> StoredJob:
+        """Return a paused job to its place in the queue.
+
+        Args:
+            job_id: The ID of the job.
+
+        Returns:
+            The job in its new state.
+
+        Raises:
+            InvalidRequest: The job is not paused.
+        """
+        return await self._call("POST", resource(JOBS, job_id, "resume"), StoredJob)
 
     async def retry_job(self, job_id: str) -> StoredJob:
         """Run a job again that failed, expired or was cancelled.

@@ -255,9 +255,11 @@ class HttpClient:
         content = body if isinstance(body, bytes) else encode_json(body)
         return self._open("POST", path, content, reader, dict(headers))
 
-    def _events(self, path: str, reader: Reader[EventT]) -> AsyncStream[EventT]:
+    def _events(
+        self, path: str, reader: Reader[EventT], headers: Mapping[str, str] | None = None
+    ) -> AsyncStream[EventT]:
         """Return the stream of a GET request."""
-        return self._open("GET", path, None, reader, {})
+        return self._open("GET", path, None, reader, dict(headers or {}))
 
     def _open(
         self, method: str, path: str, content: bytes | None, reader: Reader[EventT], headers: dict[str, str]

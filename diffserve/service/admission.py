@@ -125,8 +125,11 @@ class Ticket:
         tell: Callable[[float], None],
         count: Count = lambda *_: None,
         priority: Priority = "interactive",
+        backlog: Backlog | None = None,
     ) -> None:
         self.client = client
+        self._cost = cost
+        self._backlog = backlog
         self._count = count
         self.priority = priority
         self.num_slots = num_slots
@@ -135,6 +138,21 @@ class Ticket:
         self._part_cost = cost / num_parts
         self._left = dict.fromkeys(range(num_parts), self._part_cost)
         self._tell = tell
+
+    @property
+    def progress(self) -> float:
+        """Share of the work that is done, from 0 to 1."""
+        return 1.0 - self.cost_left / self._cost if self._cost > 0.0 else 0.0
+
+    @property
+    def total_s(self) -> float | None:
+        """Seconds that the whole work takes all engines at their recent pace; None while the pace is unknown."""
+        return None if self._backlog is None else self._backlog.work_s(self._cost)
+
+    @property
+    def left_s(self) -> float | None:
+        """Expected seconds until the end of the work, which shares the engines; None while their pace is unknown."""
+        return None if self._backlog is None else self._backlog.left_s(self)
 
     def advance(self, part: int, share: float) -> None:
         """Record that ``share`` of ``part`` is done; 1 is all of it."""
@@ -271,7 +289,7 @@ class Backlog:
     ) -> Iterator[Ticket]:
         """Admit a request for the length of the block and yield its ticket. Raises QueueFull if there is no room."""
         self.check(client, priority)
-        ticket = Ticket(client, cost, num_parts, num_slots, self._record_work, self._count, priority)
+        ticket = Ticket(client, cost, num_parts, num_slots, self._record_work, self._count, priority, self)
         self._count(_key_of(client), UsageCounts(requests=1))
         self._tickets[ticket] = self._clock()
         self._record_work(0.0)
@@ -280,6 +298,17 @@ class Backlog:
         finally:
             self._tickets.pop(ticket, None)
             self._record_work(0.0)
+
+    def work_s(self, cost: float) -> float | None:
+        """Return how many seconds work of this cost takes all engines; None while the pace is unknown."""
+        return self.pace.seconds(cost, self.num_engines)
+
+    def left_s(self, ticket: Ticket) -> float | None:
+        """Estimate the seconds until the end of ``ticket``, which shares the engines with the other requests."""
+        cost = ticket.cost_left
+        others = sum(min(cost, item.cost_left) for item in self._tickets if item is not ticket)
+        shared_s, alone_s = self.pace.seconds(cost + others, self.num_engines), self.pace.seconds(cost)
+        return None if shared_s is None or alone_s is None else max(shared_s, alone_s)
 
     def check(self, client: str, priority: Priority = "interactive") -> None:
         """Raise QueueFull if a request of ``client`` would be refused now."""

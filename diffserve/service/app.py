@@ -65,7 +65,7 @@ from diffserve.service.stored.files import FilePictures, FileRoutes
 from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
 from diffserve.service.stored.job_runner import JobRunner
-from diffserve.service.stored.jobs import JobBody, JobRoutes
+from diffserve.service.stored.jobs import ACCEPTED_HEADERS, PREFER, CancelJobsBody, JobBody, JobRoutes, prefers_async
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
@@ -137,6 +137,7 @@ def create_app(
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
     app.state.endpoints = dict[str, Endpoint]()  # endpoints that submit work, by path
     app.state.offers = {}
+    app.state.jobs = None
     engine.metrics.watch(
         "storage_free_bytes", "Free bytes on the disk of the server's data folder.", partial(_free_bytes, config)
     )
@@ -371,12 +372,13 @@ def _add_stored(
 def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admission) -> None:
     """Add the routes of jobs, which may call every endpoint that submits work."""
     runner = JobRunner(app, jobs, owners, admission, app.state.endpoints)
-    routes = JobRoutes(app, jobs, owners, runner, app.state.offers)
+    routes = app.state.jobs = JobRoutes(app, jobs, owners, runner, app.state.offers)
     _post(app, "/v1/jobs", routes.create, JobBody, "Create a job: a request that survives restarts", needs_engine=False)
     _post(
         app, "/v1/jobs/{job_id}", routes.put, JobBody, "Create a job with an ID of your own",
         needs_engine=False, method="PUT",
     )  # fmt: skip
+    _post(app, "/v1/jobs/cancel", routes.cancel_many, CancelJobsBody, "Cancel several jobs", needs_engine=False)
     app.state.background_tasks.append(runner.run_for_ever)
 
 
@@ -424,16 +426,22 @@ def _post(
         return await endpoint(request)
 
     async def answer_once(request: Request) -> Response:
+        jobs: JobRoutes | None = app.state.jobs
+        if is_work and jobs is not None and prefers_async(request):
+            accepted = await jobs.begin(request, path)
+            if accepted is not None:
+                return accepted
         idempotency: Idempotency | None = app.state.idempotency
         if idempotency is None or IDEMPOTENCY_KEY not in request.headers:
             return await answer(request)
         return await idempotency.answer(request, answer)
 
-    if body is not None and needs_engine:
+    if is_work and body is not None:
         app.state.endpoints[path] = answer
         app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, WorkEndpoint) else "image", body)
 
     described: dict[str, Any] = {}
+    responses: dict[int | str, dict[str, Any]] = {}
     if body is not None:
         schema = body.model_json_schema(ref_template=REFS)
         app.state.body_schemas |= schema.pop("$defs", {})
@@ -444,8 +452,11 @@ def _post(
             form = schema | {"title": f"{schema['title']}Form", "properties": {**uploads, **fields}}
             content[MEDIA_TYPE] = {"schema": form}
         described = {"parameters": [PARAMETER], "requestBody": {"required": True, "content": content}}
+    if is_work:
+        described["parameters"].append(PREFER)
+        responses = {202: {"description": "The job that does the work.", "headers": ACCEPTED_HEADERS}}
     add = app.post if method == "POST" else app.put
-    add(path, summary=summary, openapi_extra=described)(answer if body is None else answer_once)
+    add(path, summary=summary, openapi_extra=described, responses=responses)(answer if body is None else answer_once)
 
 
 async def _reply(request: Request, error: Exception) -> Response:

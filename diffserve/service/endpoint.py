@@ -106,7 +106,7 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
             if isinstance(body, WorkBody) and body.priority is None:
                 body.priority = getattr(request.state, "priority", None)  # set for lines of a batch
             plan = await self._plan(body, request, client)
-            ticket = stack.enter_context(self._admit(plan, client))
+            ticket = request.state.ticket = stack.enter_context(self._admit(plan, client))
             early_response = await self._begin(plan, ticket, request, stack)
             if early_response is not None:
                 return early_response

@@ -1,7 +1,7 @@
 """Durable jobs: a row and, once there is a result, a file for each; every job ends exactly once.
 
-States: queued, running, then succeeded, failed, cancelled or expired. A running job is leased to the process that
-``holder`` names, and ``token`` grows with every lease: a result is only taken from the holder of the current token.
+States: queued, running or paused, then succeeded, failed, cancelled or expired. A running job is leased to the process
+that ``holder`` names, and ``token`` grows with every lease: only the holder of the current token may end the job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.faults import reach
@@ -41,8 +41,12 @@ MAX_LOSSES: Final = 2
 MAX_ATTEMPTS: Final = 10
 """A job fails when this many servers have ended while they ran it."""
 
-Status = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
-UNFINISHED: Final = ("queued", "running")
+CANCELLED_AT_ONCE: Final = 500
+"""Jobs that one transaction cancels, so that others do not wait long for the lock of the database."""
+
+Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+NOT_BEGUN: Final = ("queued", "paused")
+UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -57,7 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         events: JSON list of the states that it entered, each with its time in seconds since 1970.
         holder: The process that runs it, "" if none does.
         token: Number of leases.
-        attempts: Number of leases that were not given back by a server that drained.
+        attempts: Number of leases, except those that a pause or a server that drained gave back.
         losses: Engines that were lost while they ran it.
         result_status: HTTP status of the result, 0 if there is none.
         result_bytes: Length of the result's body.
@@ -116,6 +120,11 @@ class JobFilter(NamedTuple):
 
     statuses: tuple[str, ...] = ()
     endpoint: str = ""
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """Return the conditions of a query of the table."""
+        conditions: list[ColumnElement[bool]] = [jobs.c.status.in_(self.statuses)] if self.statuses else []
+        return [*conditions, jobs.c.endpoint == self.endpoint] if self.endpoint else conditions
 
 
 class Jobs:
@@ -177,10 +186,27 @@ class Jobs:
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
-        where: list[ColumnElement[bool]] = [jobs.c.status.in_(job_filter.statuses)] if job_filter.statuses else []
-        if job_filter.endpoint:
-            where.append(jobs.c.endpoint == job_filter.endpoint)
-        return self._database.page(Job, jobs, owner, selection, *where)
+        return self._database.page(Job, jobs, owner, selection, *job_filter.conditions())
+
+    def positions(self, numbers: Collection[int]) -> dict[int, int]:
+        """Return the positions of queued jobs in the order in which ``claim`` would take them, by number, from 1.
+
+        Args:
+            numbers: Numbers of jobs; those that are not queued are ignored.
+
+        Returns:
+            Positions among the jobs of all owners, as if no job ended or was added before.
+        """
+        rank = func.row_number().over(partition_by=jobs.c.owner, order_by=jobs.c.number)
+        queued = select(jobs.c.number, jobs.c.owner, rank.label("rank")).where(jobs.c.status == "queued").subquery()
+        running = _num_running().subquery()
+        level = queued.c.rank + func.coalesce(running.c.num, 0)  # jobs of the owner that run once it has begun
+        position = func.row_number().over(order_by=(level, queued.c.number)).label("position")
+        joined = queued.outerjoin(running, queued.c.owner == running.c.owner)
+        order = select(queued.c.number, position).select_from(joined).subquery()
+        with self._database.reading() as connection:
+            rows = connection.execute(select(order).where(order.c.number.in_(numbers)))
+            return {row.number: row.position for row in rows}
 
     def claim(self, holder: str, *, is_idle: bool = True) -> Job | None:
         """Lease a queued job to the process ``holder``; return None if there is none to run now.
@@ -194,9 +220,8 @@ class Jobs:
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
-        running = select(jobs.c.owner, func.count()).where(jobs.c.status == "running").group_by(jobs.c.owner)
         with self._database.writing(exclusive=not self._database.is_postgresql) as connection:
-            num_running = {owner: count for owner, count in connection.execute(running)}
+            num_running = {row.owner: row.num for row in connection.execute(_num_running())}
             waiting = sorted((num_running.get(owner, 0), number, owner) for owner, number in connection.execute(first))
             for _, _, owner in waiting:
                 oldest = select(jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
@@ -271,6 +296,41 @@ class Jobs:
         """Cancel a job unless it is over, and return it; None if there is none."""
         return self._change(owner, name, "cancelled", UNFINISHED, error="", holder="")
 
+    def cancel_many(self, owner: str, names: Collection[str] | None, job_filter: JobFilter) -> list[Job]:
+        """Cancel ``owner``'s unfinished jobs that ``job_filter`` selects, and return them.
+
+        Args:
+            owner: The ID of the API key.
+            names: IDs of jobs to select from; None: all.
+            job_filter: The filter.
+        """
+        where = [jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED), *job_filter.conditions()]
+        if names is not None:
+            where.append(jobs.c.id.in_(names))
+        cancelled: list[Job] = []
+        num_selected, last = CANCELLED_AT_ONCE, 0
+        while num_selected == CANCELLED_AT_ONCE:
+            query = select(jobs).where(*where, jobs.c.number > last).order_by(jobs.c.number).limit(CANCELLED_AT_ONCE)
+            with self._database.writing(exclusive=True) as connection:
+                selected = [read_row(Job, row) for row in connection.execute(query.with_for_update())]
+                cancelled += [self._move(connection, job, "cancelled", error="", holder="") for job in selected]
+            num_selected = len(selected)
+            last = selected[-1].number if selected else last
+        return cancelled
+
+    def pause(self, owner: str, name: str) -> Job | None:
+        """Hold back a queued or running job, and return it; None if there is none. A lease is not an attempt then."""
+        with self._database.writing(exclusive=True) as connection:
+            job = _find_locked(connection, owner, name)
+            if job is None or job.status not in ("queued", "running"):
+                return job
+            attempts = job.attempts - (job.status == "running")
+            return self._move(connection, job, "paused", holder="", attempts=attempts)
+
+    def resume(self, owner: str, name: str) -> Job | None:
+        """Return a paused job to its place in the queue, and return it; None if there is none."""
+        return self._change(owner, name, "queued", ("paused",))
+
     def retry(self, owner: str, name: str, timeout_s: float) -> Job | None:
         """Return a job that failed, expired or was cancelled to the queue, and return it; None if there is none."""
         values = {"error": "", "attempts": 0, "losses": 0, "expires_s": self._clock() + timeout_s}
@@ -302,14 +362,14 @@ class Jobs:
     def sweep(self) -> None:
         """Expire queued jobs whose time has passed, delete old finished jobs, and remove files that no job needs."""
         now_s = self._clock()
-        is_late = (jobs.c.status == "queued") & (jobs.c.expires_s <= now_s)
+        is_late = jobs.c.status.in_(NOT_BEGUN) & (jobs.c.expires_s <= now_s)
         is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
         with self._database.writing() as connection:
             connection.execute(delete(jobs).where(is_old))
         with self._database.reading() as connection:
             late = connection.execute(select(jobs.c.owner, jobs.c.id).where(is_late)).all()
         for owner, name in late:
-            self._change(owner, name, "expired", ("queued",), error="job_expired: it did not begin in time.")
+            self._change(owner, name, "expired", NOT_BEGUN, error="job_expired: it did not begin in time.")
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         for index in range(0, len(names), FILES_AT_ONCE):
             self._remove_unneeded(names[index : index + FILES_AT_ONCE], now_s)
@@ -395,6 +455,11 @@ def _modified_s(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _num_running() -> Select[tuple[str, int]]:
+    """Return the query of the numbers of running jobs, by owner."""
+    return select(jobs.c.owner, func.count().label("num")).where(jobs.c.status == "running").group_by(jobs.c.owner)
 
 
 def _find_locked(connection: Connection, owner: str, name: str) -> Job | None:

@@ -13,14 +13,20 @@ import httpx
 import pytest
 
 from diffserve.api.errors import DiffserveError
-from diffserve.client import Client, StoredJob
+from diffserve.client import Client, JobEvent, JobProgress, StoredJob
+from diffserve.service.stored.job_runner import JOBS_AT_ONCE
 from diffserve.store import Database, Keys
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
+from tests.service.test_edits import file_of, in_base64, picture
 
 pytestmark = pytest.mark.slow
 JOBS = "/v1/jobs"
 MODEL = Path("embedded")
 BODY = {"prompt": "a red fox", "num_inference_steps": 2, "size": "64x64", "seed": 1}
+EDITS = "/v1/images/edits"
+PICTURE = file_of(picture(64, 64))
+SMALL = in_base64(picture(64, 64))
+FEW_STEPS = {"prompt": "a red fox", "num_inference_steps": "2"}
 LONG = BODY | {"num_inference_steps": 400, "size": "256x256"}
 
 
@@ -98,12 +104,14 @@ def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -
     fields = {"endpoint": GENERATIONS, "body": BODY}
     for name in ("a.b", "-a", "a" * 65, "%20", "ä"):
         assert server.client.put(f"{JOBS}/{name}", json=fields).status_code == 400, name
-    for method, path in (("GET", ""), ("GET", "/result"), ("GET", "/events"), ("POST", "/cancel"), ("DELETE", "")):
+    posts = [("POST", f"/{action}") for action in ("cancel", "pause", "resume", "retry")]
+    for method, path in (("GET", ""), ("GET", "/result"), ("GET", "/events"), ("DELETE", ""), *posts):
         assert error_of(server.client.request(method, f"{JOBS}/none{path}"))["code"] == "job_not_found"
     assert server.client.get(f"{JOBS}?status=done").status_code == 400
     job = client.begin_job(GENERATIONS, BODY)
     until_over(client, job.id)
-    for path, code in (("/cancel", "job_over"), ("/retry", "job_not_failed")):
+    codes = {"/cancel": "job_over", "/retry": "job_not_failed", "/pause": "job_over", "/resume": "job_not_paused"}
+    for path, code in codes.items():
         answer = server.client.post(f"{JOBS}/{job.id}{path}")
         assert (answer.status_code, error_of(answer)["code"]) == (409, code)
     bad_place = server.client.get(f"{JOBS}/{job.id}/events", headers={"Last-Event-ID": "x"})
@@ -121,6 +129,152 @@ def test_an_error_answer_is_the_result_of_a_failed_job(server: RunningServer, cl
         client.job_result(job.id)
 
 
+def test_a_job_tells_its_position_progress_and_estimate(server: RunningServer, client: Client) -> None:
+    first = client.begin_job(GENERATIONS, LONG)
+    later_jobs = [client.begin_job(GENERATIONS, LONG | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 2)]
+    wait_for(lambda: (client.job(first.id).progress or 0.0) > 0.0, SOON_S, "the first steps")
+    wait_for(lambda: len(client.jobs(status="running").data) == JOBS_AT_ONCE, SOON_S, "all places of jobs")
+    jobs = {job.id: job for job in client.jobs(limit=JOBS_AT_ONCE + 3).data}
+    running, *_, before, last = (jobs[job.id] for job in (first, *later_jobs))
+    assert running.status == "running"
+    assert (running.position, before.position, last.position) == (None, 2, 3)
+    assert (before.progress, last.progress) == (None, None)
+    assert running.estimated_seconds is not None
+    assert before.estimated_seconds is not None
+    assert last.estimated_seconds is not None
+    assert 0.0 < running.estimated_seconds < last.estimated_seconds
+    assert before.estimated_seconds < last.estimated_seconds
+    client.cancel_jobs([job.id for job in later_jobs])
+    seen: list[float] = []
+    with client.job_events(first.id) as events:
+        for event in events:
+            if isinstance(event, JobProgress):
+                seen.append(event.progress)
+                if len(seen) == 3:
+                    break
+    assert 0.0 < seen[0] < seen[1] < seen[2] <= 1.0
+    assert client.cancel_job(first.id).progress is None
+
+
+def test_a_paused_job_waits_and_continues_from_its_captured_state(server: RunningServer, client: Client) -> None:
+    body = LONG | {"num_inference_steps": 300}
+    job = client.begin_job(GENERATIONS, body)
+    wait_for(lambda: (client.job(job.id).progress or 0.0) > 0.4, SOON_S, "a captured state")
+    paused = client.pause_job(job.id)
+    assert (paused.status, paused.attempts, paused.progress) == ("paused", 0, None)
+    assert client.pause_job(job.id).status == "paused"
+    assert client.jobs(status="paused").data[0].id == job.id
+    assert server.paint(num_steps=1).status_code == 200, "the engine works for later_jobs"
+    resumed = client.resume_job(job.id)
+    assert resumed.status in ("queued", "running")
+    answer = server.client.post(f"{JOBS}/{job.id}/resume")
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "job_not_paused")
+    wait_for(lambda: (client.job(job.id).progress or 0.0) > 0.0, SOON_S, "the first steps")
+    progress = client.job(job.id).progress
+    assert progress is not None
+    assert progress > 0.2, "the first steps are not computed again"
+    over = until_over(client, job.id)
+    assert (over.status, over.attempts) == ("succeeded", 1)
+    image = json.loads(client.job_result(job.id))["data"][0]["b64_json"]
+    assert image == server.client.post(GENERATIONS, json=body).json()["data"][0]["b64_json"]
+    assert read_events(server, job.id)[1:4] == [(2, "job.running"), (3, "job.paused"), (4, "job.queued")]
+
+
+def test_many_jobs_are_cancelled_with_one_request(server: RunningServer, client: Client) -> None:
+    running = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900})
+    wait_for(lambda: client.job(running.id).status == "running", SOON_S, "the start")
+    later_jobs = [client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900, "seed": seed}) for seed in range(9)]
+    held = client.pause_job(later_jobs[0].id)
+    assert client.cancel_jobs([running.id, "none"], status=["running"]).not_cancelled == ("none",)
+    assert client.cancel_jobs(status=["queued", "running"], endpoint="/v1/embeddings").cancelled == ()
+    assert set(client.cancel_jobs(status=["queued", "running"]).cancelled) == {job.id for job in later_jobs[1:]}
+    answer = client.cancel_jobs([job.id for job in later_jobs])
+    assert (answer.cancelled, len(answer.not_cancelled)) == ((held.id,), 8)
+    assert server.paint(num_steps=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"),
+    [
+        ({}, "ids", "ids and status are missing"),
+        ({"endpoint": GENERATIONS}, "ids", "ids and status are missing"),
+        ({"ids": []}, "ids", "ids"),
+        ({"ids": "a"}, "ids", "a"),
+        ({"ids": [1]}, "ids[0]", "1"),
+        ({"ids": ["a"] * 1001}, "ids", "1000"),
+        ({"status": ["succeeded"]}, "status[0]", "succeeded"),
+    ],
+)
+def test_bad_cancellations_are_refused(server: RunningServer, body: dict[str, Any], param: str, part: str) -> None:
+    answer = server.client.post(f"{JOBS}/cancel", json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+    assert part in error_of(answer)["message"]
+
+
+PREFER = {"Prefer": "wait=5, Respond-Async; a=b"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (GENERATIONS, {"json": BODY}),
+        ("/images/generations/", {"json": BODY}),
+        ("/sdapi/v1/txt2img", {"json": {"prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1}}),
+        ("/v1/responses", {"json": {"input": "a red fox", "tools": [{"type": "image_generation"}]}}),
+        ("/v1/images/upscale", {"json": {"image": SMALL}}),
+        ("/v1/images/upscale", {"files": {"image": PICTURE}, "data": {"scale": "2"}}),
+        (EDITS, {"files": {"image": PICTURE}, "data": FEW_STEPS | {"seed": "1"}}),
+        (EDITS, {"files": [("image[]", PICTURE)], "data": FEW_STEPS | {"n": "2"}}),
+    ],
+)
+def test_a_request_that_prefers_no_waiting_becomes_a_job(
+    server: RunningServer, client: Client, path: str, fields: dict[str, Any]
+) -> None:
+    accepted = server.client.post(path, headers=PREFER, **fields)
+    assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async"), accepted.text
+    job = accepted.json()
+    assert (accepted.headers["location"], job["object"]) == (f"{JOBS}/{job['id']}", "job")
+    over = until_over(client, job["id"])
+    assert over.status == "succeeded", over.error
+    result = server.client.get(f"{accepted.headers['location']}/result")
+    answer = server.client.post(path, **fields)
+    assert (result.status_code, result.json().keys()) == (200, answer.json().keys())
+    if fields.get("data", {"seed": 1}).get("seed"):
+        assert images_of(result) == images_of(answer)
+
+
+def images_of(answer: httpx.Response) -> list[str]:
+    """Return the images of an answer of OpenAI's images API or of A1111's API."""
+    body = answer.json()
+    return list(body["images"]) if "images" in body else [entry["b64_json"] for entry in body.get("data", ())]
+
+
+def test_an_idempotency_key_gives_the_same_job(server: RunningServer, client: Client) -> None:
+    headers = {"Prefer": "respond-async", "Idempotency-Key": "mine"}
+    first, again = (server.client.post(GENERATIONS, headers=headers, json=BODY) for _ in range(2))
+    assert (first.status_code, again.status_code, again.json()["id"]) == (202, 202, first.json()["id"])
+    assert ("idempotent-replayed" in first.headers, again.headers["idempotent-replayed"]) == (False, "true")
+    other = server.client.post(GENERATIONS, headers=headers, json=BODY | {"seed": 2})
+    assert (other.status_code, error_of(other)["code"]) == (422, "idempotency_key_reused")
+    bad = server.client.post(GENERATIONS, headers=headers | {"Idempotency-Key": "x" * 256}, json=BODY)
+    assert (bad.status_code, error_of(bad)["param"]) == (400, "Idempotency-Key")
+    assert until_over(client, first.json()["id"]).status == "succeeded"
+
+
+def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) -> None:
+    bodies: tuple[Any, ...] = ({"prompt": ""}, BODY | {"n": 99}, [], "x")
+    for body in bodies:
+        direct, preferring = (server.client.post(GENERATIONS, json=body, headers=each) for each in ({}, PREFER))
+        assert (preferring.status_code, error_of(preferring)) == (direct.status_code, error_of(direct))
+    not_json = server.client.post(GENERATIONS, content=b"{", headers=PREFER | {"Content-Type": "application/json"})
+    assert (not_json.status_code, error_of(not_json)["type"]) == (400, "invalid_request_error")
+    form = server.client.post(EDITS, files={"picture": PICTURE}, data={"prompt": "a"}, headers=PREFER)
+    assert (form.status_code, error_of(form)["param"]) == (400, "picture")
+    stream = server.client.post(GENERATIONS, json=BODY | {"stream": True}, headers=PREFER)
+    assert (stream.status_code, stream.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
+    assert "preference-applied" not in stream.headers
+
+
 def read_events(server: RunningServer, name: str, last: str | None = None) -> list[tuple[int, str]]:
     headers = {} if last is None else {"Last-Event-ID": last}
     ids, types = [], []
@@ -136,7 +290,7 @@ def read_events(server: RunningServer, name: str, last: str | None = None) -> li
 def test_events_continue_after_the_last_event_id(server: RunningServer, client: Client) -> None:
     job = client.begin_job(GENERATIONS, BODY)
     with client.job_events(job.id) as events:
-        received = list(events)
+        received = [event for event in events if isinstance(event, JobEvent)]
     assert [event.status for event in received] == ["queued", "running", "succeeded"]
     assert received[-1].job == client.job(job.id)
     every = read_events(server, job.id)

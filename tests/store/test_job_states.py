@@ -30,8 +30,9 @@ PATH = "/v1/images/generations"
 HOUR_S = 3600.0
 OWNERS, NAMES, HOLDERS, BODIES = ("key-1", "key-2"), ("one", "two", "three"), ("a", "b", "c"), ("{}", '{"n":2}')
 FOLLOWERS = {
-    "queued": {"running", "cancelled", "expired"},
-    "running": {"queued", "succeeded", "failed", "cancelled"},
+    "queued": {"running", "paused", "cancelled", "expired"},
+    "running": {"queued", "paused", "succeeded", "failed", "cancelled"},
+    "paused": {"queued", "cancelled", "expired"},
     "succeeded": set[str](),
     "failed": {"queued"},
     "cancelled": {"queued"},
@@ -170,6 +171,21 @@ class JobMachine(RuleBasedStateMachine):
             job.end_lease("cancelled")
 
     @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from(NAMES))
+    def pause(self, owner: str, name: str) -> None:
+        job = self.model.get((owner, name))
+        assert (self.jobs.pause(owner, name) is None) == (job is None)
+        if job is not None and job.status in ("queued", "running"):
+            job.attempts -= job.status == "running"
+            job.end_lease("paused")
+
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from(NAMES))
+    def resume(self, owner: str, name: str) -> None:
+        job = self.model.get((owner, name))
+        assert (self.jobs.resume(owner, name) is None) == (job is None)
+        if job is not None and job.status == "paused":
+            job.states.append("queued")
+
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from(NAMES))
     def retry(self, owner: str, name: str) -> None:
         job = self.model.get((owner, name))
         assert (self.jobs.retry(owner, name, HOUR_S) is None) == (job is None)
@@ -190,7 +206,7 @@ class JobMachine(RuleBasedStateMachine):
         self.now_s += passed_s
         self.jobs.sweep()
         for key, job in tuple(self.model.items()):
-            if job.status == "queued" and job.expires_s <= self.now_s:
+            if job.status in ("queued", "paused") and job.expires_s <= self.now_s:
                 job.end_lease("expired")
             elif job.status in OVER and job.created_s < self.now_s - KEPT_S:
                 del self.model[key]

@@ -7,11 +7,24 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database
 from diffserve.store.database import PageSelection
-from diffserve.store.jobs import KEPT_S, LOCK_CREATED_S, MAX_ATTEMPTS, Job, JobFilter, Jobs
+from diffserve.store.jobs import (
+    CANCELLED_AT_ONCE,
+    KEPT_S,
+    LOCK_CREATED_S,
+    MAX_ATTEMPTS,
+    OVER,
+    UNFINISHED,
+    Job,
+    JobFilter,
+    Jobs,
+    Status,
+)
 from tests.store.conftest import OpenDatabase
 
 PATH = "/v1/images/generations"
@@ -199,3 +212,157 @@ def test_owners_take_turns(jobs: Jobs) -> None:
     first = claim(jobs)
     jobs.add("key-2", "late", PATH, "{}", DAY_S)
     assert [first.id, claim(jobs).id, claim(jobs).id] == ["many-0", "late", "many-1"]
+
+
+OWNERS = ("key-1", "key-2", "key-3")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    added=st.lists(st.sampled_from(OWNERS), max_size=12),
+    num_running=st.integers(0, 6),
+    added_later=st.lists(st.sampled_from(OWNERS), max_size=12),
+    paused=st.sets(st.integers(0, 23), max_size=5),
+)
+def test_positions_are_the_order_of_claims(
+    jobs: Jobs, added: list[str], num_running: int, added_later: list[str], paused: set[int]
+) -> None:
+    names = iter(range(24))
+    numbers: list[int] = []
+
+    def add(owner: str) -> None:
+        name = next(names)
+        numbers.append(jobs.add(owner, f"{numbers}-{name}", PATH, "{}", DAY_S)[0].number)
+        if name in paused:
+            jobs.pause(owner, f"{numbers[:-1]}-{name}")
+
+    for owner in added:
+        add(owner)
+    for _ in range(num_running):
+        jobs.claim("a")
+    for owner in added_later:
+        add(owner)
+    positions = jobs.positions(numbers)
+    claimed = []
+    while (job := jobs.claim("a")) is not None:
+        claimed.append(job.number)
+    assert sorted(positions, key=positions.__getitem__) == claimed
+    assert sorted(positions.values()) == list(range(1, len(claimed) + 1))
+    for owner in OWNERS:
+        jobs.cancel_many(owner, None, JobFilter())
+
+
+def test_a_paused_job_waits_keeps_its_attempts_and_returns_to_its_place(jobs: Jobs, clock: Clock) -> None:
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", 60.0)
+    leased = claim(jobs)
+    paused = jobs.pause("key-1", "one")
+    assert paused is not None
+    assert (paused.status, paused.attempts, paused.holder, paused.token) == ("paused", 0, "", leased.token)
+    assert not jobs.finish(leased, "succeeded", (200, b"late"))
+    assert not jobs.drain(leased)
+    assert jobs.pause("key-1", "one") == paused
+    assert (claim(jobs).id, jobs.claim("a")) == ("two", None)
+    resumed = jobs.resume("key-1", "one")
+    assert resumed is not None
+    assert (resumed.status, jobs.positions([leased.number])) == ("queued", {leased.number: 1})
+    assert (claim(jobs).token, current(jobs).attempts) == (leased.token + 1, 1)
+    assert jobs.pause("key-1", "two") is not None
+    clock.now_s += 61.0
+    jobs.sweep()
+    expired = current(jobs, "two")
+    assert (expired.status, expired.error.partition(":")[0]) == ("expired", "job_expired")
+    assert jobs.pause("key-1", "two") == jobs.resume("key-1", "two") == expired
+    assert jobs.pause("key-2", "two") is None
+    assert jobs.resume("key-2", "two") is None
+
+
+def test_many_jobs_are_cancelled_by_filter_and_by_id(jobs: Jobs) -> None:
+    num_jobs = CANCELLED_AT_ONCE + 3
+    for number in range(num_jobs):
+        jobs.add("key-1", f"job-{number}", PATH if number else "/v1/embeddings", "{}", DAY_S)
+    jobs.add("key-2", "job-1", PATH, "{}", DAY_S)
+    leased = claim(jobs)
+    jobs.pause("key-1", "job-2")
+
+    def cancelled(names: list[str] | None, job_filter: JobFilter) -> list[str]:
+        return [job.id for job in jobs.cancel_many("key-1", names, job_filter)]
+
+    assert cancelled(["job-1", "job-1", "none"], JobFilter()) == ["job-1"]
+    assert cancelled(["job-3"], JobFilter(("running",))) == []
+    assert cancelled(None, JobFilter(("queued", "running"), "/v1/embeddings")) == [leased.id]
+    assert cancelled(None, JobFilter(("queued",))) == [f"job-{number}" for number in range(3, num_jobs)]
+    assert cancelled(None, JobFilter()) == ["job-2"]
+    assert cancelled(None, JobFilter()) == []
+    assert not jobs.finish(leased, "succeeded", (200, b"late"))
+    assert claim(jobs).owner == "key-2"
+
+
+def test_captures_of_finished_jobs_are_removed(jobs: Jobs) -> None:
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    jobs.folder.mkdir(exist_ok=True)
+    numbers = [current(jobs, name).number for name in ("one", "two")]
+    for number in numbers:
+        (jobs.folder / f"{number}-capture-0").write_bytes(b"state")
+    jobs.pause("key-1", "two")
+    jobs.cancel("key-1", "one")
+    jobs.sweep()
+    assert [path.name for path in jobs.folder.iterdir()] == [f"{numbers[1]}-capture-0"]
+
+
+ACTIONS = ("claim", "finish", "fail", "drain", "release", "reclaim", "cancel", "pause", "resume", "retry", "expire")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=st.lists(st.sampled_from(ACTIONS), max_size=25))
+def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clock, actions: list[str]) -> None:
+    """A model of one job predicts its state; a lease ends with pause, cancel, drain, release and reclaim."""
+    clock.now_s += 1.0
+    name = f"model-{clock.now_s}"
+    job, _ = jobs.add("key-1", name, PATH, "{}", DAY_S)
+    status, lease = "queued", None
+    for action in actions:
+        has_lease = lease is not None and status == "running"
+        match action:
+            case "claim":
+                claimed = jobs.claim("a")
+                assert (claimed is not None) == (status == "queued")
+                if claimed is not None:
+                    status, lease = "running", claimed
+            case "finish" | "fail" | "drain" | "release" if lease is not None:
+                if action in ("finish", "fail"):
+                    end: Status = "succeeded" if action == "finish" else "failed"
+                    assert jobs.finish(lease, end) == has_lease
+                    status = end if has_lease else status
+                else:
+                    release = jobs.drain if action == "drain" else jobs.release
+                    assert release(lease) == has_lease
+                    status = "queued" if has_lease else status
+            case "reclaim":
+                assert jobs.reclaim(()) == ([name] if status == "running" else [])
+                status = "queued" if status == "running" else status
+            case "cancel":
+                jobs.cancel("key-1", name)
+                status = "cancelled" if status in UNFINISHED else status
+            case "pause":
+                jobs.pause("key-1", name)
+                status = "paused" if status in ("queued", "running") else status
+            case "resume":
+                jobs.resume("key-1", name)
+                status = "queued" if status == "paused" else status
+            case "retry":
+                jobs.retry("key-1", name, DAY_S)
+                status = "queued" if status in ("failed", "cancelled", "expired") else status
+            case "expire":
+                clock.now_s += DAY_S
+                jobs.sweep()
+                status = "expired" if status in ("queued", "paused") else status
+        found = current(jobs, name)
+        if found.status == "failed" != status:  # poison: too many attempts
+            assert found.error.startswith("poison")
+            status = "failed"
+        assert (found.status, found.entered[-1][0], found.is_over) == (status, status, status in OVER)
+        assert found.attempts >= 0
+        assert jobs.positions([job.number]) == ({job.number: 1} if status == "queued" else {})
+    jobs.cancel("key-1", name)

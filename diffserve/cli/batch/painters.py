@@ -1,6 +1,7 @@
-"""Backends of a batch: an engine in this process, or a server.
+"""Backends of a batch: an engine in this process, or requests to a server (``job_painter``: jobs of a server).
 
-Both take API request fields and are called from several threads at once, so that the engine can batch the lines.
+They take lines with API request fields and are called from several threads at once, so that the engine can batch
+the lines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from diffserve.api import types
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
+from diffserve.cli.batch.lines import Line
 from diffserve.cli.remote import with_command_line_hints
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
 from diffserve.client import Progress as ProgressEvent
@@ -62,8 +64,8 @@ class Stopped(Exception):  # noqa: N818 # a requested stop, not an error
 class LinePainter(Protocol):
     """Generates the images of a line. Thread-safe."""
 
-    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
-        """Return all images of a request.
+    def paint(self, line: Line, report_progress: ReportProgress) -> list[PaintedFile]:
+        """Return all images of a line.
 
         Raises:
             DiffserveError: An image failed.
@@ -84,12 +86,12 @@ class ServerPainter:
         self._lock = threading.Lock()
         self._streams: set[Stream[ImageEvent]] = set()
 
-    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
-        """Return all images of a request, as described in ``LinePainter.paint``."""
+    def paint(self, line: Line, report_progress: ReportProgress) -> list[PaintedFile]:
+        """Return all images of a line, as described in ``LinePainter.paint``."""
         until_s = time.monotonic() + LOADING_TIMEOUT_S
         while True:
             try:
-                return self._paint({**self._model, **fields}, report_progress)
+                return self._paint({**self._model, **line.fields}, report_progress)
             except QueueFull as full:
                 self._wait(full.retry_after_s)
             except EngineUnavailable as error:
@@ -119,7 +121,7 @@ class ServerPainter:
                         steps[index] = step / max(1, num_steps)
                         report_progress(sum(steps.values()) / max(count, fields.get("best_of", 1)))
                     case CompletedImage():
-                        painted.append(_received(event))
+                        painted.append(received_file(event))
                     case LostImage():
                         raise DiffserveError(event.failure.message, code=event.failure.code)
                     case _:
@@ -167,9 +169,9 @@ class LocalPainter:
         self._marks = Marks.of(config)
         self._stopped = threading.Event()
 
-    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
-        """Return all images of a request, as described in ``LinePainter.paint``."""
-        painting = self._plan(fields)
+    def paint(self, line: Line, report_progress: ReportProgress) -> list[PaintedFile]:
+        """Return all images of a line, as described in ``LinePainter.paint``."""
+        painting = self._plan(line.fields)
         with _filter_errors():
             if self._safety is not None:
                 self._safety.check_texts(painting.request.texts)
@@ -249,7 +251,8 @@ def _filter_errors() -> Iterator[None]:
         raise DiffserveError(error.message, code=error.code) from None
 
 
-def _received(event: CompletedImage) -> PaintedFile:
+def received_file(event: CompletedImage) -> PaintedFile:
+    """Return an image that a server has generated."""
     details = {name: value for name, value in msgspec.to_builtins(event).items() if name not in NOT_RECIPE}
     return PaintedFile(event.image_index, event.file, event.seed, event.variation_seed, details, event.warnings)
 

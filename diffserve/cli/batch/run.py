@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -11,8 +11,9 @@ from typing import Final
 from rich.console import Console
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.cli.batch.job_painter import JobPainter
 from diffserve.cli.batch.lines import NAME, Line, Manifest, Outcome, read_lines
-from diffserve.cli.batch.painters import LinePainter, LocalPainter, ServerPainter, Stopped
+from diffserve.cli.batch.painters import LinePainter, LocalPainter, Stopped
 from diffserve.cli.batch.runner import (
     CONTINUE_HINT,
     WorkerThreads,
@@ -67,20 +68,29 @@ def run(
                 manifest.add(failed(line, line.error, 0.0))
         elif server:
             with Client(server) as client:
-                _Run(ServerPainter(client, sources.model), output, manifest, console).paint(missing, concurrency)
+                painter = JobPainter(client, sources.model, output)
+                _Run(painter, output, manifest, console, painter.forget).paint(missing, concurrency)
         else:
             settings = sources.load()
             with Safety.running(settings) as safety:
                 with console.status(f"loading {settings.model.path}"):
-                    painter = LocalPainter(open_engine(settings), settings.serve, safety)
-                _Run(painter, output, manifest, console).paint(missing, concurrency)
+                    local = LocalPainter(open_engine(settings), settings.serve, safety)
+                _Run(local, output, manifest, console).paint(missing, concurrency)
         return summarize(manifest.outcomes, len(lines), len(manifest.painted), output, console)
 
 
 class _Run:
-    """Generates lines in threads of this process."""
+    """Generates lines in threads of this process; ``on_recorded`` is called with each result that is recorded."""
 
-    def __init__(self, painter: LinePainter, folder: Path, manifest: Manifest, console: Console) -> None:
+    def __init__(
+        self,
+        painter: LinePainter,
+        folder: Path,
+        manifest: Manifest,
+        console: Console,
+        on_recorded: Callable[[Outcome], None] = lambda _: None,
+    ) -> None:
+        self._on_recorded = on_recorded
         self._painter = painter
         self._folder = folder
         self._manifest = manifest
@@ -117,6 +127,7 @@ class _Run:
         except OSError as error:
             raise InvalidRequest(f"cannot write {NAME}: {error.strerror}.", param="output") from error
         self._num_done += 1
+        self._on_recorded(outcome)
 
     def _paint_line(self, line: Line) -> Outcome:
         """Generate a line and write its files. Raises errors that would affect every line."""

@@ -63,7 +63,7 @@ def paint_line(line: Line, painter: LinePainter, report_progress: ReportProgress
     try:
         if line.error is not None:
             raise line.error
-        pictures = painter.paint(line.fields, report_progress)
+        pictures = painter.paint(line, report_progress)
     except (ServerLost, ServerUnreachable, EngineUnavailable):
         raise
     except DiffserveError as error:

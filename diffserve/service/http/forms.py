@@ -155,16 +155,20 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[Form[U
 
 def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> BodyT:
     """Parse form fields, whose numbers are text, as a JSON body; empty fields are missing. Raises InvalidRequest."""
+    return parse(kind, msgspec.json.encode(json_fields(kind, fields)))
+
+
+def json_fields(kind: type[Body], fields: Mapping[str, str | list[str]]) -> dict[str, Any]:
+    """Return the JSON values of form fields, which are not checked; empty fields are missing."""
     schema = _schema_of(kind)
     properties, parts = schema["properties"], schema.get("$defs", {})
-    values = {
+    return {
         name: [_parse_value(item, properties.get(name, {}), parts) for item in text]
         if isinstance(text, list)
         else _parse_value(text, properties.get(name, {}), parts)
         for name, text in fields.items()
         if text
     }
-    return parse(kind, msgspec.json.encode(values))
 
 
 @functools.cache

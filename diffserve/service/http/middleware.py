@@ -393,7 +393,9 @@ def _adding_cors(send: Send, origin: str) -> Send:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
-            exposed = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
+            exposed = (
+                "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after, location, preference-applied"
+            )
             headers["Access-Control-Expose-Headers"] = exposed
             headers.add_vary_header("Origin")
         await send(message)

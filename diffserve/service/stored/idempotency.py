@@ -62,7 +62,7 @@ class Idempotency:
         owner = self._owners.owner(request) if keys else None
         if owner is None:
             return await endpoint(request)
-        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _check_key(keys))
+        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), check_key(keys))
         digest = await _digest(request)
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
@@ -204,7 +204,8 @@ def _digest_of(media_type: str, body: bytes) -> bytes:
     return hashlib.sha256(kind.strip().lower().encode("latin-1") + b"\0" + body).digest()
 
 
-def _check_key(keys: list[str]) -> str:
+def check_key(keys: list[str]) -> str:
+    """Return the only key. Raises InvalidRequest if there are several, or if it is malformed."""
     if len(keys) > 1:
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
     [key] = keys
@@ -218,8 +219,13 @@ def _check_key(keys: list[str]) -> str:
 
 def _require_same(digest: bytes, other: bytes) -> None:
     if digest != other:
-        message = f"this {IDEMPOTENCY_KEY} was used for another request; use a new one."
-        raise HttpError(422, message, code="idempotency_key_reused")
+        raise key_reused()
+
+
+def key_reused() -> HttpError:
+    """Return the error of another request with the same key."""
+    message = f"this {IDEMPOTENCY_KEY} was used for another request; use a new one."
+    return HttpError(422, message, code="idempotency_key_reused")
 
 
 def _add_warning(reply: Reply) -> Reply:

@@ -12,17 +12,19 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
+from starlette.requests import Request
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable
-from diffserve.service.admission import Admission
+from diffserve.service.admission import Admission, Ticket
 from diffserve.service.engine.capture_files import CaptureFiles
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
@@ -42,9 +44,43 @@ from diffserve.store.errors import StoreError
 from diffserve.store.jobs import CAPTURE, Job, Jobs
 
 JOBS_AT_ONCE: Final = 8
+JOBS_AT_ONCE_ON_GPU: Final = 32
 SWEEP_EVERY_S: Final = 30.0
+NUM_MEASURED: Final = 32
+"""Number of finished jobs whose mean work is the expected work of a queued one."""
 
 log = logging.getLogger("diffserve.jobs")
+
+
+class Outlook(NamedTuple):
+    """Queue position, progress and expected end of an unfinished job.
+
+    Attributes:
+        position: Position among all queued jobs, 1 starts next; None if it is not queued.
+        progress: Share of the work that is done, from 0 to 1; None if this server does not run it.
+        estimated_seconds: Seconds until its end at the recent pace; None while unknown.
+    """
+
+    position: int | None = None
+    progress: float | None = None
+    estimated_seconds: float | None = None
+
+
+UNKNOWN: Final = Outlook()
+
+
+class _RunningJob:
+    """Task of a leased job, and its latest request, if it has begun; no other job begins while one ``is_alone``."""
+
+    def __init__(self, task: asyncio.Task[None], *, is_alone: bool) -> None:
+        self.task = task
+        self.is_alone = is_alone
+        self.request: Request | None = None
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """Admitted work of the job; None until it is admitted."""
+        return None if self.request is None else getattr(self.request.state, "ticket", None)
 
 
 class JobRunner:
@@ -60,7 +96,8 @@ class JobRunner:
         self._endpoints = endpoints
         self._holder = secrets.token_hex(8)
         self._wakeup = asyncio.Event()
-        self._tasks: dict[int, tuple[Job, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[int, int], _RunningJob] = {}  # by number and token of the job
+        self._seconds_of_finished: deque[float] = deque(maxlen=NUM_MEASURED)
         self.changed = asyncio.Event()
         self.is_stopping = False
 
@@ -71,10 +108,40 @@ class JobRunner:
         self.changed = asyncio.Event()
 
     def stop(self, job: Job) -> None:
-        """Stop the work of a job that was cancelled."""
-        if job.number in self._tasks:
-            self._tasks[job.number][1].cancel()
+        """Stop the work of a job that was cancelled or paused."""
+        running = self._running.get((job.number, job.token))
+        if running is not None:
+            running.task.cancel()
         self.wake()
+
+    async def outlooks(self, jobs: Collection[Job]) -> dict[int, Outlook]:
+        """Return position, progress and expected end of ``jobs``, by number."""
+        queued = [job.number for job in jobs if job.status == "queued"]
+        positions = await LISTINGS.run(self._jobs.positions, queued) if queued else {}
+        return {job.number: self._outlook(job, positions.get(job.number)) for job in jobs}
+
+    def _seconds_until_done(self, position: int) -> float | None:
+        """Estimate the seconds until the end of a queued job, as if those before it were like the latest ones."""
+        running_s, left_s = [], 0.0
+        for running in self._running.values():
+            ticket = running.ticket
+            total_s = None if ticket is None else ticket.total_s
+            if ticket is not None and total_s is not None:
+                running_s.append(total_s)
+                left_s += total_s * (1.0 - ticket.progress)
+        known_s = [*self._seconds_of_finished, *running_s]
+        return round(left_s + position * sum(known_s) / len(known_s), 1) if known_s else None
+
+    def _outlook(self, job: Job, position: int | None) -> Outlook:
+        if position is not None:
+            return Outlook(position, None, self._seconds_until_done(position))
+        running = self._running.get((job.number, job.token))
+        if job.status != "running" or running is None:
+            return UNKNOWN
+        if running.ticket is None:
+            return Outlook(None, 0.0)
+        left_s = running.ticket.left_s
+        return Outlook(None, round(running.ticket.progress, 4), None if left_s is None else round(left_s, 1))
 
     async def run_for_ever(self) -> None:
         """Run queued jobs until cancelled; unfinished ones then return to the queue."""
@@ -105,10 +172,10 @@ class JobRunner:
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()
         finally:
-            running = [task for _, task in self._tasks.values()]
-            for task in running:
+            tasks = [running.task for running in self._running.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             with suppress(OSError, StoreError):
                 await run_to_end(self._jobs.drain_all, self._holder)
 
@@ -118,24 +185,31 @@ class JobRunner:
             log.warning("the server that ran a job has ended; it runs again", extra={"job": name})
 
     async def _stop_changed(self) -> None:
-        """Stop the work of jobs that were cancelled through another server."""
-        states = await LISTINGS.run(self._jobs.states, list(self._tasks)) if self._tasks else {}
-        for number, (job, task) in list(self._tasks.items()):
-            if states.get(number, ("running", job.token)) != ("running", job.token):
-                task.cancel()
+        """Stop the work of jobs that were cancelled or paused through another server."""
+        numbers = [number for number, _ in self._running]
+        states = await LISTINGS.run(self._jobs.states, numbers) if numbers else {}
+        for (number, token), running in list(self._running.items()):
+            if states.get(number, ("running", token)) != ("running", token):
+                running.task.cancel()
 
     async def _claim(self) -> None:
-        while len(self._tasks) < JOBS_AT_ONCE and not any(job.losses for job, _ in self._tasks.values()):
-            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._tasks)
+        info = self._app.state.engine.info
+        is_on_cpu = info is None or info.device == "cpu"
+        at_once = (JOBS_AT_ONCE if is_on_cpu else JOBS_AT_ONCE_ON_GPU) * self._admission.images.num_engines
+        while len(self._running) < at_once and not any(running.is_alone for running in self._running.values()):
+            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._running)
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
-            self._tasks[job.number] = job, task
-            task.add_done_callback(partial(self._forget, job.number))
+            self._running[job.number, job.token] = _RunningJob(task, is_alone=job.losses > 0)
+            task.add_done_callback(partial(self._forget, job))
             self.wake()
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        self._tasks.pop(number, None)
+    def _forget(self, job: Job, _: asyncio.Task[None]) -> None:
+        ticket = self._running.pop((job.number, job.token)).ticket
+        total_s = None if ticket is None else ticket.total_s
+        if total_s is not None:
+            self._seconds_of_finished.append(total_s)
         self.wake()
 
     async def _run(self, job: Job) -> None:
@@ -150,7 +224,7 @@ class JobRunner:
             await run_to_end(self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled it
+                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled or paused it
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
@@ -193,6 +267,7 @@ class JobRunner:
         async def work() -> Answered:
             nonlocal request_id, captures
             request = request_of(self._app, job.endpoint, job.body.encode(), job.owner)
+            self._running[job.number, job.token].request = request
             request_id = request.state.request_id
             request.state.captures = captures = self._captures_of(job)
             answer = await self._endpoints[job.endpoint](request)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -16,17 +18,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.service.http.bodies import Body, parse, show
+from diffserve.service.http.addresses import prefix_of
+from diffserve.service.http.bodies import Body, parse, show, show_name
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.forms import Form, is_form, json_fields, read_form
+from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
-from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body
+from diffserve.service.images.schemas import MAX_PICTURES
+from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body, read_json
 from diffserve.service.models import Offer
 from diffserve.service.stored.batch_runner import is_stream
 from diffserve.service.stored.files import list_response
-from diffserve.service.stored.job_runner import JobRunner
+from diffserve.service.stored.idempotency import REPLAYED, check_key, key_reused
+from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
-from diffserve.service.threads import FILES, LISTINGS
+from diffserve.service.threads import ANSWERS, FILES, LISTINGS
 from diffserve.store.batch_input import path_of
 from diffserve.store.database import PageSelection
 from diffserve.store.jobs import Job, JobFilter, Jobs, Status
@@ -34,6 +41,20 @@ from diffserve.store.jobs import Job, JobFilter, Jobs, Status
 DEFAULT_TIMEOUT_S: Final = 24 * 3600.0
 LOOK_EVERY_S: Final = 1.0
 STREAM_S: Final = 24 * 3600.0
+MAX_IDS: Final = 1000
+"""IDs in one request that cancels jobs."""
+RESPOND_ASYNC: Final = "respond-async"
+PREFERENCE_APPLIED: Final = "Preference-Applied"
+PREFER: Final = {
+    "name": "Prefer",
+    "in": "header",
+    "description": "respond-async: answer 202 with a job (see /v1/jobs) that does the work.",
+    "schema": {"type": "string"},
+}
+ACCEPTED_HEADERS: Final = {
+    "Location": {"description": "Path of the job.", "schema": {"type": "string"}},
+    PREFERENCE_APPLIED: {"schema": {"type": "string", "const": RESPOND_ASYNC}},
+}
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
@@ -56,6 +77,27 @@ class JobBody(Body):
     ] = None
 
 
+class CancelJobsBody(Body):
+    """The body of ``POST /v1/jobs/cancel``."""
+
+    model_config = ConfigDict(title="CancelJobsRequest")
+
+    ids: (
+        Annotated[
+            list[Annotated[str, Field(max_length=200)]],
+            Field(min_length=1, max_length=MAX_IDS, description="Only jobs with these IDs."),
+        ]
+        | None
+    ) = None
+    status: (
+        Annotated[
+            list[Literal["queued", "running", "paused"]], Field(min_length=1, description="Only jobs in these states.")
+        ]
+        | None
+    ) = None
+    endpoint: Annotated[str, Field(max_length=200, description="Only jobs of this path.")] | None = None
+
+
 class JobRoutes:
     """Routes of ``jobs``, which ``runner`` runs; ``offers`` are the bodies of the endpoints that a job may call."""
 
@@ -73,6 +115,8 @@ class JobRoutes:
         stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
         app.get(f"{path}/events", summary="States of a job as it enters them", responses=stream)(self.events)
         app.post(f"{path}/cancel", summary="Cancel a job", responses=error_responses(409))(self.cancel)
+        app.post(f"{path}/pause", summary="Hold back a job", responses=error_responses(409))(self.pause)
+        app.post(f"{path}/resume", summary="Continue a paused job", responses=error_responses(409))(self.resume)
         app.post(f"{path}/retry", summary="Run a job again", responses=error_responses(409))(self.retry)
         app.delete(path, summary="Delete a finished job", responses=error_responses(409))(self.delete)
 
@@ -99,17 +143,62 @@ class JobRoutes:
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
             raise InvalidRequest(message, param="stream", code="unsupported_value")
-        await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
-        timeout_s = body.timeout_s or DEFAULT_TIMEOUT_S
-        about = (owner, name, endpoint, content.decode(), timeout_s)
         try:
-            job, is_new = await LISTINGS.run(self._jobs.add, *about)
+            job, is_new = await self._add(owner, name, endpoint, content, body.timeout_s or DEFAULT_TIMEOUT_S)
         except InvalidRequest as error:
             if error.code == "job_exists":
                 raise HttpError(409, error.message, code="job_exists") from None
             raise
+        return await self._response(job, 202 if is_new else 200)
+
+    async def _add(
+        self, owner: str, name: str, endpoint: str, content: bytes, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Job, bool]:
+        """Check the body ``content`` and add the job; return it and whether it is new."""
+        if b'"infotext"' not in content:  # it may fill in required fields when the job runs
+            await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
+        added = await LISTINGS.run(self._jobs.add, owner, name, endpoint, content.decode(), timeout_s)
         self._runner.wake()
-        return JSONResponse(job_object(job), status_code=202 if is_new else 200)
+        return added
+
+    async def begin(self, request: Request, endpoint: str) -> Response | None:
+        """Create a job from a request for ``endpoint`` with the preference ``respond-async``.
+
+        A retry with the same ``Idempotency-Key`` gets the same job, also after a restart.
+
+        Returns:
+            The answer, or None if the request must be answered directly: a stream, or without storage for its client.
+        """
+        owner = self._owners.owner(request)
+        if owner is None:
+            return None
+        content = await self._body_of(request, endpoint)
+        if is_stream(msgspec.Raw(content)):
+            return None
+        keys = request.headers.getlist(IDEMPOTENCY_KEY)
+        digest = hashlib.sha256(f"{endpoint}\0{check_key(keys)}".encode()).hexdigest() if keys else ""
+        name = f"job_{digest[:32] or secrets.token_hex(16)}"
+        try:
+            job, is_new = await self._add(owner, name, endpoint, content)
+        except InvalidRequest as error:
+            raise (key_reused() if error.code == "job_exists" else error) from None
+        response = await self._response(job, 202)
+        response.headers["Location"] = f"{prefix_of(request.scope)}/v1/jobs/{job.id}"
+        response.headers[PREFERENCE_APPLIED] = RESPOND_ASYNC
+        if not is_new:
+            response.headers[REPLAYED] = "true"
+        return response
+
+    async def _body_of(self, request: Request, endpoint: str) -> bytes:
+        """Return the body of a request as JSON; the files of a form are fields in base64."""
+        body = self._offers[endpoint].body
+        if is_form(request) and hasattr(body, "with_uploads"):
+            form = await read_form(request, max_files=MAX_PICTURES + 1)
+            for name in form.files.keys() - body.model_fields.keys():
+                raise InvalidRequest(f"{show_name(name)} is not a file field.", param=show_name(name))
+            return await ANSWERS.run(_form_as_json, body, form)
+        data = await read_json(request)
+        return await in_thread_if_long(data, _compact, body, data)
 
     async def list_jobs(
         self,
@@ -123,11 +212,12 @@ class JobRoutes:
         """List the jobs of the key, page by page."""
         selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
-        return list_response(page, job_object)
+        outlooks = await self._runner.outlooks(page[0]) if page else {}
+        return list_response(page, lambda job: job_object(job, outlooks[job.number]))
 
     async def retrieve(self, request: Request, job_id: str) -> Response:
         """Answer with the state of a job."""
-        return JSONResponse(job_object(await self._job_of(request, job_id)))
+        return await self._response(await self._job_of(request, job_id))
 
     async def result(self, request: Request, job_id: str) -> Response:
         """Answer with status and body that the request itself would have had."""
@@ -153,17 +243,23 @@ class JobRoutes:
             return await EventStreamResponse(events, interrupted, stack.pop_all(), limit_s=STREAM_S).opened()
 
     async def _stream(self, job: Job, num_sent: int) -> Events:
+        sent_progress: float | None = 0.0
         while True:
             changed = self._runner.changed
             entered = job.entered
             for index, (status, at) in enumerate(entered[num_sent:], start=num_sent + 1):
                 data = {"type": f"job.{status}", "id": job.id, "status": status, "at": at}
                 if index == len(entered):
-                    data["job"] = job_object(job)
+                    data["job"] = job_object(job, (await self._runner.outlooks([job]))[job.number])
                 yield f"id: {index}\nevent: job.{status}\n".encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
             num_sent = max(num_sent, len(entered))
             if job.is_over:
                 return
+            outlook = (await self._runner.outlooks([job]))[job.number] if job.status == "running" else UNKNOWN
+            if outlook.progress not in (None, sent_progress):
+                sent_progress = outlook.progress
+                data = {"type": "job.progress", "id": job.id, "status": job.status, **outlook._asdict()}
+                yield b"event: job.progress\ndata: " + msgspec.json.encode(data) + b"\n\n"
             if self._runner.is_stopping:
                 raise Draining("the server is shutting down; the job continues when it is back.")
             with suppress(TimeoutError):
@@ -184,7 +280,46 @@ class JobRoutes:
             message = f"{job.id} is {cancelled.status}; there is nothing to cancel."
             raise HttpError(409, message, code="job_over")
         self._runner.stop(cancelled)
-        return JSONResponse(job_object(cancelled))
+        return await self._response(cancelled)
+
+    async def cancel_many(self, request: Request) -> Response:
+        """Cancel all unfinished jobs that the body selects; the call can be repeated."""
+        owner = self._owners.of(request)
+        body = await read_body(request, CancelJobsBody)
+        if body.ids is None and body.status is None:
+            message = 'ids and status are missing; give the IDs of the jobs to cancel, or states, such as ["queued"].'
+            raise InvalidRequest(message, param="ids", code="missing_required_parameter")
+        job_filter = JobFilter(tuple(body.status or ()), body.endpoint or "")
+        cancelled = await LISTINGS.run(self._jobs.cancel_many, owner, body.ids, job_filter)
+        for job in cancelled:
+            self._runner.stop(job)
+        ids = [job.id for job in cancelled]
+        others = [name for name in dict.fromkeys(body.ids or ()) if name not in set(ids)]
+        return JSONResponse({"object": "job.cancellation", "cancelled": ids, "not_cancelled": others})
+
+    async def pause(self, request: Request, job_id: str) -> Response:
+        """Hold back a queued or running job; one that runs is stopped and later continues from its captured state."""
+        job = await self._job_of(request, job_id)
+        paused = await LISTINGS.run(self._jobs.pause, job.owner, job.id)
+        if paused is None:
+            raise _not_found(job.id)
+        if paused.status != "paused":
+            message = f"{job.id} is {paused.status}; only a queued or running job can be paused."
+            raise HttpError(409, message, code="job_over")
+        self._runner.stop(paused)
+        return await self._response(paused)
+
+    async def resume(self, request: Request, job_id: str) -> Response:
+        """Return a paused job to its place in the queue."""
+        job = await self._job_of(request, job_id)
+        resumed = await LISTINGS.run(self._jobs.resume, job.owner, job.id)
+        if resumed is None:
+            raise _not_found(job.id)
+        if job.status != "paused" or resumed.is_over:
+            message = f"{job.id} is {resumed.status}; only a paused job can be resumed."
+            raise HttpError(409, message, code="job_not_paused")
+        self._runner.wake()
+        return await self._response(resumed)
 
     async def retry(self, request: Request, job_id: str) -> Response:
         """Run a job again that failed, expired or was cancelled; its result is removed."""
@@ -196,7 +331,7 @@ class JobRoutes:
             message = f"{job.id} is {job.status}; only a job that failed, expired or was cancelled can run again."
             raise HttpError(409, message, code="job_not_failed")
         self._runner.wake()
-        return JSONResponse(job_object(queued))
+        return await self._response(queued)
 
     async def delete(self, request: Request, job_id: str) -> Response:
         """Delete a finished job with its result."""
@@ -206,6 +341,10 @@ class JobRoutes:
         await FILES.run(self._jobs.delete, job)
         return JSONResponse({"id": job.id, "object": "job", "deleted": True})
 
+    async def _response(self, job: Job, status: int = 200) -> Response:
+        outlooks = await self._runner.outlooks([job])
+        return JSONResponse(job_object(job, outlooks[job.number]), status_code=status)
+
     async def _job_of(self, request: Request, name: str) -> Job:
         job = await LISTINGS.run(self._jobs.get, self._owners.of(request), name)
         if job is None:
@@ -213,7 +352,7 @@ class JobRoutes:
         return job
 
 
-def job_object(job: Job) -> dict[str, Any]:
+def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
     """Return the API's object for ``job``."""
     code, _, message = job.error.partition(": ")
     times = dict(job.entered)
@@ -224,12 +363,34 @@ def job_object(job: Job) -> dict[str, Any]:
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
+        **outlook._asdict(),
         "created_at": int(job.created_s),
         "expires_at": int(job.expires_s),
         "started_at": int(times["running"]) if "running" in times else None,
         "finished_at": int(times[job.status]) if job.is_over else None,
         "has_result": job.result_status > 0,
     }
+
+
+def prefers_async(request: Request) -> bool:
+    """Return whether the client prefers an answer before the work is done (RFC 7240)."""
+    preferences = ",".join(request.headers.getlist("prefer")).split(",")
+    return any(preference.partition(";")[0].strip().lower() == RESPOND_ASYNC for preference in preferences)
+
+
+def _compact(kind: type[Body], data: bytes) -> bytes:
+    """Return the JSON object ``data`` without spaces."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(data, type=dict[str, Any]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        parse(kind, data)  # reports the error in one sentence
+        raise
+
+
+def _form_as_json(kind: type[Body], form: Form[bytes]) -> bytes:
+    files = {name: [base64.b64encode(data).decode() for data in uploads] for name, uploads in form.files.items()}
+    fields = {name: texts[0] if len(texts) == 1 else texts for name, texts in files.items()}
+    return msgspec.json.encode(json_fields(kind, form.fields) | fields)
 
 
 def _not_found(name: str) -> HttpError:
