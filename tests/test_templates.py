@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from contextlib import suppress
@@ -81,6 +82,20 @@ def test_wildcards_are_lines_of_files_and_read_again(wildcards: Wildcards, tmp_p
     assert all_texts("__style/ink__", wildcards)[0] == "ink on red paper"
     (tmp_path / "words" / "colors.txt").write_text("black\n")
     assert all_texts("__colors__", wildcards) == ["black"]
+
+
+def test_a_wildcard_file_in_another_encoding_is_refused_and_a_pipe_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1"))
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "missing.txt").symlink_to(tmp_path / "nowhere")
+    wildcards = Wildcards(str(tmp_path))
+    assert wildcards.names() == ["latin", "missing"]
+    with pytest.raises(
+        InvalidRequest, match=r"__latin__; its file is not UTF-8 text \(at byte 3\); convert it to UTF-8"
+    ):
+        wildcards.lines("latin")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        wildcards.lines("missing")
 
 
 def test_images_of_a_request_get_their_own_prompts() -> None:

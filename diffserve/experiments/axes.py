@@ -26,6 +26,8 @@ Settings = tuple[tuple[str, Value], ...]
 """Names and values of a cell's engine and request fields, apart from sampler, steps and guidance scale."""
 
 PROMPT: Final = "prompt"
+PROMPT_PARAM: Final = "axes.prompt"
+"""Name of the prompt axis in errors; "prompt" alone would be a field of an image request."""
 """The axis of a prompt matrix: each combination of its templates is the prompt of its own cells."""
 
 MODEL: Final = "model"
@@ -166,7 +168,10 @@ def read_values(name: str, text: str, wildcards: Wildcards = NO_WILDCARDS) -> tu
         InvalidRequest: A value is not of the field's type.
     """
     if name == PROMPT:
-        return read_templates(text, wildcards)
+        try:
+            return read_templates(text, wildcards)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=PROMPT_PARAM, code=error.code) from None
     if name == MODEL:
         return tuple(read_models(text))
     if name == PRECISION:

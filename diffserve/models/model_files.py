@@ -186,7 +186,8 @@ MAX_NAMES_IN_ERROR: Final = 12
 def find_below(folder: Path, is_match: Callable[[Path], bool]) -> dict[str, Path]:
     """Find matching files and directories in ``folder`` and its subfolders, including symbolic links.
 
-    Hidden and unreadable entries are skipped. Matching directories are not searched.
+    Hidden and unreadable entries are skipped, and pipes and devices, since opening one may wait without end.
+    Matching directories are not searched.
 
     Returns:
         The path of each match by its relative path below ``folder``, with slashes, sorted.
@@ -209,6 +210,8 @@ def _search(
     visited.add((status.st_dev, status.st_ino))
     for name in names:
         path = folder / name
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            continue
         if is_match(path):
             matches[f"{prefix}{name}"] = path
         elif os.path.isdir(path):

@@ -79,6 +79,9 @@ class Wildcards:
             lines = _read_lines(path, status.st_size, status.st_mtime_ns)
         except OSError as error:
             raise InvalidRequest(f"{place}its file cannot be read ({error.strerror}).", param="prompt") from None
+        except UnicodeDecodeError as error:
+            message = f"{place}its file is not UTF-8 text (at byte {error.start}); convert it to UTF-8."
+            raise InvalidRequest(message, param="prompt") from None
         check(bool(lines), place + "its file has no lines: add some, one alternative each.", "prompt")
         return _choice_of_lines(lines)
 
@@ -305,7 +308,7 @@ def _is_text_file(path: Path) -> bool:
 @lru_cache(maxsize=64)
 def _read_lines(path: Path, _num_bytes: int, _changed_ns: int) -> tuple[str, ...]:
     """Return the lines of a file; cached until its size or modification time changes."""
-    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines())
+    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
