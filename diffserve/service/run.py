@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from diffserve.api.errors import ConfigError, EngineUnavailable
+from diffserve.faults import install_kills
 from diffserve.logs import json_logs
 from diffserve.processes import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
@@ -59,6 +60,7 @@ def serve(
         ConfigError: The address cannot be bound.
         DiffserveError: The model cannot be loaded.
     """
+    install_kills()
     database, ring = open_store(settings)
     page = None if mount_page is None else Page(mount_page)
     lock = contextlib.nullcontext() if database is None else database.in_use()

@@ -42,7 +42,7 @@ from diffserve.service.stored.batch_runner import Answer
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.errors import StoreError
-from diffserve.store.jobs import UNFINISHED, Job, Jobs
+from diffserve.store.jobs import CAPTURE, Job, Jobs
 
 JOBS_AT_ONCE: Final = 8
 JOBS_AT_ONCE_ON_GPU: Final = 32
@@ -71,10 +71,11 @@ UNKNOWN: Final = Outlook()
 
 
 class _RunningJob:
-    """Task of a leased job, and its latest request, if it has begun."""
+    """Task of a leased job, and its latest request, if it has begun; no other job begins while one ``is_alone``."""
 
-    def __init__(self, task: asyncio.Task[None]) -> None:
+    def __init__(self, task: asyncio.Task[None], *, is_alone: bool) -> None:
         self.task = task
+        self.is_alone = is_alone
         self.request: Request | None = None
 
     @property
@@ -153,7 +154,7 @@ class JobRunner:
             self.wake()
 
     async def _run_all(self) -> None:
-        swept_s = -SWEEP_EVERY_S
+        swept_s = looked_s = -SWEEP_EVERY_S
         try:
             while True:
                 self._wakeup.clear()
@@ -161,7 +162,9 @@ class JobRunner:
                     if time.monotonic() - swept_s >= SWEEP_EVERY_S:
                         swept_s = time.monotonic()
                         await FILES.run(self._jobs.sweep)
-                    await self._reclaim()
+                    if time.monotonic() - looked_s >= LOOK_EVERY_S:  # it reads the folder, which may be long
+                        looked_s = time.monotonic()
+                        await self._reclaim()
                     await self._stop_changed()
                     await self._claim()
                 except (OSError, StoreError) as error:
@@ -194,12 +197,12 @@ class JobRunner:
         info = self._app.state.engine.info
         is_on_cpu = info is None or info.device == "cpu"
         at_once = (JOBS_AT_ONCE if is_on_cpu else JOBS_AT_ONCE_ON_GPU) * self._admission.images.num_engines
-        while len(self._running) < at_once:
-            job = await run_to_end(self._jobs.claim, self._holder)
+        while len(self._running) < at_once and not any(running.is_alone for running in self._running.values()):
+            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._running)
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
-            self._running[job.number, job.token] = _RunningJob(task)
+            self._running[job.number, job.token] = _RunningJob(task, is_alone=job.losses > 0)
             task.add_done_callback(partial(self._forget, job))
             self.wake()
 
@@ -222,10 +225,7 @@ class JobRunner:
             await self._store(job, self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                if not await run_to_end(self._jobs.drain, job):  # the client has cancelled or paused it
-                    status, _ = (await LISTINGS.run(self._jobs.states, [job.number])).get(job.number, ("", 0))
-                    if status not in UNFINISHED:
-                        await self._captures_of(job).remove()
+                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled or paused it
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
@@ -246,7 +246,7 @@ class JobRunner:
                 await asyncio.sleep(MAX_RETRY_S)
 
     def _captures_of(self, job: Job) -> CaptureFiles:
-        return CaptureFiles(self._jobs.folder, f"{job.number}-capture-")
+        return CaptureFiles(self._jobs.folder, f"{job.number}-{CAPTURE}")
 
     async def _finish(self, job: Job) -> None:
         if not self._owners.is_good(job.owner):
@@ -257,12 +257,15 @@ class JobRunner:
             error = f"unknown_endpoint: {job.endpoint} is not supported any more."
             await self._store(job, self._jobs.finish, job, "failed", None, error)
             return
-        answer = await self._answer(job)
+        answer, captures = await self._answer(job)
         status, error = ("succeeded", "") if answer.status < 400 else ("failed", _error_of(answer))
-        await self._store(job, self._jobs.finish, job, status, (answer.status, answer.body), error)
+        if await self._store(job, self._jobs.finish, job, status, (answer.status, answer.body), error):
+            await captures.remove()
 
-    async def _answer(self, job: Job) -> Answered:
+    async def _answer(self, job: Job) -> tuple[Answered, CaptureFiles]:
         """Return the response to a job, whose images continue from their captured states; full queues are retried.
+
+        The captured states are needed until the response is stored.
 
         Raises:
             EngineUnavailable: The engine was lost during the work.
@@ -290,8 +293,7 @@ class JobRunner:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "a job failed", error, request_id=request_id)
             answer = error_answer(error, request_id)
-        await captures.remove()
-        return answer
+        return answer, captures
 
 
 @asynccontextmanager
