@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from diffserve.api.errors import QuotaExceeded
-from diffserve.client import Client, batch_lines
+from diffserve.client import Client, StoredBatch, batch_lines
 from diffserve.store import Database, Keys
 from diffserve.store.usage import Usage, UsageCounts, day_of
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
@@ -165,7 +165,12 @@ def test_a_job_and_the_lines_of_a_batch_over_quota_fail_with_the_code(served: Se
     with Client(served.server.url, api_key=key) as client:
         file = client.upload(batch_lines([BODY]))
         batch = client.begin_batch(file.id)
-        ended = wait_for(lambda: (b := client.batch(batch.id)).is_over and b, SOON_S, "the batch's end")
+
+        def batch_over() -> StoredBatch | None:
+            current = client.batch(batch.id)
+            return current if current.is_over else None
+
+        ended = wait_for(batch_over, SOON_S, "the batch's end")
         assert ended.error_file_id is not None
         assert b"insufficient_quota" in client.file_content(ended.error_file_id)
 
