@@ -133,9 +133,11 @@ def _is_ready(url: str) -> bool:
 
 def engine_of(server_pid: int) -> int:
     """Return the process id of the server's engine; a spare one is younger."""
-    engines = [
-        child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()
-    ]
+    engines = []
+    for child in psutil.Process(server_pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "diffserve.engine.process" in child.cmdline():
+                engines.append(child)
     return int(min(engines, key=lambda child: child.create_time()).pid)
 
 

@@ -102,10 +102,10 @@ In this order:
 2. **Bytes.** At {gbit:g} Gbit/s a machine sends {nic} pictures of 1024x1024 a second as base64 in JSON (1.5 bytes a
    pixel, an assumption). At {most:,} pictures a second that is {tbit:.1f} Tbit/s: `"response_format": "url"`, an object
    store and a network for delivery, none of which is here.
-3. **The store.** One SQLite file for each server. It made {commits:,.0f} commits a second here, one for each picture
-   that is kept in the history; they are not synced to the disk one by one. That is enough for {fed:,} of the fastest
-   engines above behind one server (predicted), but the file cannot be shared: each server has its own history, files
-   and batches.
+3. **The store.** SQLite made {commits:,.0f} commits a second here, one for each picture that is kept in the history;
+   they are not synced to the disk one by one. That is enough for {fed:,} of the fastest engines above behind one server
+   (predicted). The file cannot be shared by machines; servers that share history, files, batches and jobs need
+   PostgreSQL (`[store] url`) and one data folder.
 4. **The controller of a cluster.** What Ray's controller and its proxies bear of our requests has not been measured
    here; no request passes the controller, but every replica's health does. Pools of 64 engines, each with a controller
    of its own, do not wait for the answer.

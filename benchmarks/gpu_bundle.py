@@ -4,7 +4,8 @@
     python benchmarks/gpu_bundle.py --wheels DIR --results DIR --tree DIR
 
 The machine has Python 3.12, torch with CUDA, transformers and pytest. The wheels of what it lacks are downloaded for
-it, in the versions of ``constraints.txt``; pipelines of other model families are left out of the wheel of diffusers.
+it, in the versions of ``constraints.txt``; pipelines of other model families are left out of the wheel of diffusers,
+and compiled modules out of that of SQLAlchemy.
 What has to travel is counted: the tracked files and the wheels, or with ``--tree`` a copy of the last commit without
 the files that the run does not need. Exit code 1 where that is too much.
 """
@@ -28,19 +29,22 @@ ENGINE: Final = ("cachetools", "diffusers", "msgspec")
 """What every row needs."""
 
 SERVER: Final = (
+    "alembic",
     "annotated-doc",
     "annotated-types",
     "fastapi",
+    "mako",
     "opentelemetry-api",
     "pydantic",
     "pydantic-core",
     "python-multipart",
+    "sqlalchemy",
     "starlette",
     "typing-extensions",
     "typing-inspection",
     "uvicorn",
 )
-"""What the row of the HTTP server needs besides."""
+"""What the HTTP server's row and the rows of ``gpu/feature_rows.py`` need in addition."""
 
 NOT_NEEDED: Final = (
     ".assets",
@@ -49,6 +53,7 @@ NOT_NEEDED: Final = (
     "benchmarks/LOG.md",
     "benchmarks/results",
     "diffserve/training/eval/results",
+    "diffserve/training/sprites-4x.webp",
     "diffserve/world/atlas.png",
     "docs",
     "examples",
@@ -63,7 +68,10 @@ NOT_NEEDED: Final = (
 PIPELINES: Final = ("controlnet", "stable_diffusion", "stable_diffusion_xl")
 """Folders of ``diffusers/pipelines`` that the suite and the tests import from."""
 
-LIMIT_MIB: Final = 62.0
+DIALECTS: Final = ("postgresql", "sqlite")
+"""Folders of ``sqlalchemy/dialects`` that diffserve supports."""
+
+LIMIT_MIB: Final = 63.0
 PYTHON_VERSION: Final = "3.12"
 PLATFORMS: Final = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 17)),
@@ -83,7 +91,7 @@ def download_command(packages: Sequence[str], wheels: Path) -> list[str]:
 
 
 def slim_wheel(wheel: Path) -> None:
-    """Remove from diffusers' ``wheel`` the pipelines that are not in ``PIPELINES``: half of its bytes."""
+    """Remove from ``wheel`` the files that ``is_imported`` excludes: half of the bytes of diffusers and SQLAlchemy."""
     part = wheel.with_suffix(".part")
     with zipfile.ZipFile(wheel) as full, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as slim:
         for name in filter(is_imported, full.namelist()):
@@ -96,8 +104,11 @@ def slim_wheel(wheel: Path) -> None:
 
 
 def is_imported(name: str) -> bool:
-    """Whether the file ``name`` of diffusers' wheel is imported by the suite or the tests."""
+    """Whether the file ``name`` of the wheel of diffusers or SQLAlchemy is imported by the suite or the tests."""
     folders = name.split("/")[:-1]
+    if folders[:1] == ["sqlalchemy"]:  # works without its compiled modules, which only save time
+        is_other_dialect = folders[1:2] == ["dialects"] and folders[2:3] not in ([], *([each] for each in DIALECTS))
+        return not (name.endswith(".so") or folders[1:2] == ["testing"] or is_other_dialect)
     if folders[:2] == ["diffusers", "pipelines"] and len(folders) > 2:
         return folders[2] in PIPELINES
     return folders[:2] != ["diffusers", "modular_pipelines"]
@@ -134,7 +145,7 @@ def main(
     tree: Annotated[
         Path | None, typer.Option(help="Folder for a copy of the repository without files that the run does not need.")
     ] = None,
-    server: Annotated[bool, typer.Option(help="Include the packages for the HTTP server's row.")] = True,
+    server: Annotated[bool, typer.Option(help="Include the packages for the rows that import the HTTP server.")] = True,
     download: Annotated[
         bool, typer.Option(help="Download the wheels; otherwise the existing ones are counted.")
     ] = True,
@@ -147,7 +158,7 @@ def main(
         if done.returncode:
             print(f"pip could not fetch the wheels of {', '.join(packages)}; see its message.", file=sys.stderr)
             raise typer.Exit(1)
-        for wheel in wheels.glob("diffusers-*.whl"):
+        for wheel in (*wheels.glob("diffusers-*.whl"), *wheels.glob("sqlalchemy-*.whl")):
             slim_wheel(wheel)
     files = sorted(wheels.glob("*.whl"))
     tree_bytes = tracked_bytes() if tree is None else write_tree(tree)

@@ -470,6 +470,12 @@ def test_the_wheel_of_diffusers_loses_the_pipelines_of_other_families(tmp_path: 
     assert list(tmp_path.iterdir()) == [wheel]
 
 
+def test_the_wheel_of_sqlalchemy_loses_compiled_modules_and_other_dialects() -> None:
+    kept = ("sqlalchemy/__init__.py", "sqlalchemy/dialects/__init__.py", "sqlalchemy/dialects/sqlite/base.py")
+    dropped = ("sqlalchemy/cyextension/util.so", "sqlalchemy/testing/util.py", "sqlalchemy/dialects/oracle/base.py")
+    assert [name for name in (*kept, *dropped) if gpu_bundle.is_imported(name)] == list(kept)
+
+
 def test_the_small_tree_lacks_what_no_row_reads(tmp_path: Path) -> None:
     size = gpu_bundle.write_tree(tmp_path / "tree")
     assert size < gpu_bundle.tracked_bytes()

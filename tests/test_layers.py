@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MORTAR = ("api", "settings", "media", "models", "processes", "disk_cache", "logs", "version")
+MORTAR = ("api", "settings", "media", "models", "processes", "faults", "disk_cache", "logs", "version")
 """Shared packages and modules, which import neither torch nor what is built on them."""
 
 FLOORS = {

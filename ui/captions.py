@@ -6,7 +6,11 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from diffserve.client import StoredJob
 from ui.create.painting import FinishedPicture, Painting
+
+PROMPT_CHARS = 60
+"""Beginning of a prompt that the queue shows."""
 
 READY = "Describe a picture and press Enter."
 WAITING = "Queued"
@@ -83,25 +87,53 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes} min {remainder} s" if remainder else f"{minutes} min"
 
 
-def queue_list(waiting: Sequence[Painting]) -> str:
-    """Return the requests that wait behind the current one as HTML, with buttons that cancel them; empty if none."""
-    if not waiting:
+def queue_list(jobs: Sequence[StoredJob], *, has_more: bool = False) -> str:
+    """Return the list of ``jobs`` as HTML, with buttons for each; empty if there are none.
+
+    Args:
+        jobs: The jobs in the order of the list.
+        has_more: Whether more jobs wait than the list shows.
+    """
+    if not jobs:
         return ""
-    items = "".join(_queue_item(painting) for painting in waiting)
-    clear = f'<button type="button" data-cancel="{EVERY}">Clear the queue</button>'
-    return f'<section aria-label="Queue"><h2>Queue</h2>{clear}<ul>{items}</ul></section>'
+    is_open = any(not job.is_over for job in jobs)
+    buttons = _queue_button("clear", "Clear the queue") if is_open else ""
+    buttons += _queue_button("clear-finished", "Clear finished") if any(job.is_over for job in jobs) else ""
+    items = "".join(map(_queue_item, jobs)) + ("<li>More requests wait.</li>" if has_more else "")
+    mark = " data-open" if is_open else ""
+    return f'<section aria-label="Queue"{mark}><h2>Queue</h2>{buttons}<ul>{items}</ul></section>'
 
 
-EVERY = 0
-"""Number that stands for all waiting requests."""
+def job_text(job: StoredJob) -> str:
+    """Return the state of a job, such as "Queued: position 2, about 8 s left"."""
+    left = "" if job.estimated_seconds is None else f", about {seconds_text(job.estimated_seconds)} left"
+    match job.status:
+        case "queued":
+            return f"Queued{left}" if job.position is None else f"Queued: position {job.position}{left}"
+        case "running":
+            return f"Generating: {math.floor(100 * (job.progress or 0.0))} % done{left}"
+        case "succeeded":
+            return "Finished"
+        case "failed" if job.error is not None and job.error.message:
+            return f"Failed: {job.error.message}"
+        case status:
+            return status.capitalize()
 
 
-def _queue_item(painting: Painting) -> str:
-    prompt, num_images = painting.request.prompt or "", painting.num_images
-    count = f", {num_images} images" if num_images > 1 else ""
-    text = html.escape(f"{prompt[:60]}{count}: {progress_text(painting)}")
-    name = html.escape(f"Cancel {prompt[:60]}", quote=True)
-    return f'<li>{text} <button type="button" data-cancel="{painting.number}" aria-label="{name}">Cancel</button></li>'
+def _queue_item(job: StoredJob) -> str:
+    prompt = " ".join((job.prompt or "").split())
+    name = prompt if len(prompt) <= PROMPT_CHARS else f"{prompt[:PROMPT_CHARS].rstrip()}..."
+    action = "show" if job.status == "succeeded" else "retry" if job.is_over else "cancel"
+    button = _queue_button(action, action.capitalize(), name, job.id)
+    if job.status == "paused":
+        button = _queue_button("resume", "Resume", name, job.id) + button
+    return f"<li><span>{html.escape(name)}</span><span>{html.escape(job_text(job))}</span>{button}</li>"
+
+
+def _queue_button(action: str, label: str, name: str = "", job_id: str = "") -> str:
+    """Return a button of the queue; ``name`` tells screen readers what the action is for."""
+    described = f' aria-label="{html.escape(f"{label} {name}", quote=True)}"' if name else ""
+    return f'<button type="button" data-action="{action}" data-job="{html.escape(job_id)}"{described}>{label}</button>'
 
 
 def picture_caption(picture: FinishedPicture) -> str:

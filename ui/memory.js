@@ -12,6 +12,8 @@ window.diffserve = (() => {
   }
   const ours = () => window.sessionStorage, everybodys = () => window.localStorage;
 
+  const forms = new Map();  // names of the fields of restored forms
+
   // Random token by which the server finds the images of this tab.
   function token() {
     let kept = read(ours, TOKEN);
@@ -22,8 +24,9 @@ window.diffserve = (() => {
     return [kept];
   }
 
+  // A change that gradio reports while it builds the page must not replace a state that is not restored yet.
   function keep(form, values) {
-    if (JSON.stringify(values).length <= MAX_CHARS) write(ours, FORMS + form, values);
+    if (forms.has(form) && JSON.stringify(values).length <= MAX_CHARS) write(ours, FORMS + form, values);
     return [];
   }
 
@@ -31,7 +34,6 @@ window.diffserve = (() => {
   const isOptional = (name) => Boolean(document.querySelector(`[id="${name}"] input[type=number][placeholder]:not([placeholder=""])`));
 
   // Returns the stored values of the fields `names` if their number matches, else `values`.
-  const forms = new Map();
   function restore(form, names, values) {
     const kept = read(ours, FORMS + form);
     const shown = Array.isArray(kept) && kept.length === values.length ? kept : values.map((value, at) => value === 0 && isOptional(names[at]) ? null : value);

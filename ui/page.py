@@ -89,6 +89,7 @@ def build(server: Server) -> PageBlocks:
             starting.restore, tab.was_edit, tab.settings.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE
         )
         arrived.then(referring.show, fields.model, tab.settings.references.listing, **PRIVATE)
+        arrived.then(creating.queue.look, None, list(showing), **PRIVATE)
         arrived.then(js="() => diffserve.goOn()", **SILENT)
         page.unload(leave)
     page.max_threads = MAX_EVENTS

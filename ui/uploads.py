@@ -12,7 +12,7 @@ from ui.files import UPLOAD_S, PageFiles
 
 if TYPE_CHECKING:
     import gradio as gr
-    from gradio.data_classes import FileData
+    from gradio.data_classes import FileData, ListFiles
 
 MAX_FILES: Final = 1
 MAX_FIELDS: Final = 0
@@ -55,13 +55,13 @@ def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
 def upload_button(label: str, elem_id: str) -> gr.UploadButton:
     """Build a button for image files that passes on the path without the empty file that gradio creates each time."""
     import gradio as gr
-    from gradio.utils import NamedString
+    from gradio.data_classes import FileData
 
-    def process(f: FileData) -> NamedString:
-        return NamedString(f.path)  # type: ignore[no-untyped-call]
+    def preprocess(payload: ListFiles | FileData | None) -> str | None:
+        return payload.path if isinstance(payload, FileData) else None
 
     button = gr.UploadButton(label, file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id=elem_id)
-    button._process_single_file = process  # type: ignore[method-assign]
+    button.preprocess = preprocess  # type: ignore[method-assign]
     return button
 
 

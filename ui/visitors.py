@@ -80,6 +80,7 @@ MAX_EMPTY: Final = 100
 MAX_TOKENS: Final = 4000
 """Files of visitors that left no note."""
 
+NAME_CHARS: Final = 12
 TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -96,9 +97,11 @@ class Visitor:
         references: The reference images.
         wish: The prompt before its last rewrite.
         asked: The image whose deletion waits for confirmation.
+        name: A name of the tab that is the same after a restart of the server.
+        expected: The IDs of the tab's unfinished jobs, whose images it will show, in order.
     """
 
-    def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = ()) -> None:
+    def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = (), name: str = "unknown") -> None:
         self.pictures = list(pictures[:MAX_PICTURES])
         self.batch: list[FinishedPicture] = []
         self.news = 0
@@ -108,7 +111,8 @@ class Visitor:
         self.wish = ""
         self.asked: Path | None = None
         self._settled: frozenset[str] = frozenset()
-        self._num_paintings = 0
+        self.name = name
+        self.expected: list[str] = []
         self.grace_s = grace_s
         self.keep: Callable[[FinishedPicture], None] | None = None
         self._start: Path | None = None
@@ -127,7 +131,7 @@ class Visitor:
     def is_empty(self) -> bool:
         """Whether this visitor has no state worth keeping, apart from an error message."""
         has_images = self.pictures or self.control or self.references or self._start
-        return not (has_images or self.is_busy or self._num_watching)
+        return not (has_images or self.expected or self.is_busy or self._num_watching)
 
     @property
     def has_something(self) -> bool:
@@ -187,6 +191,28 @@ class Visitor:
             self._latest = None
         self._take(picture)
 
+    def expect(self, job_id: str) -> None:
+        """Note that this tab will show the images of a job, unless it has them already."""
+        if job_id not in self.expected and all(picture.job != job_id for picture in self.pictures):
+            self.trouble = None
+            self.expected.append(job_id)
+            self._take(None)
+
+    def forget(self, job_id: str) -> bool:
+        """Note that a job is over; return False if it was not expected."""
+        if job_id not in self.expected:
+            return False
+        self.expected.remove(job_id)
+        self._take(None)
+        return True
+
+    def receive(self, pictures: Sequence[FinishedPicture]) -> None:
+        """Add the images of a job; a running request stays on display."""
+        if not self.is_busy:
+            self._latest = None
+        for picture in pictures:
+            self._take(picture)
+
     def begin_as(self, form: Form) -> None:
         """Remove the image to edit and the references if the settings in ``form`` do not use them."""
         if form.strength is None:
@@ -197,8 +223,7 @@ class Visitor:
     def paint(self, server: Server, request: CheckedForm | Form, start: StartFile | None = None) -> Painting:
         """Start the request ``request``, from the image ``start`` or from noise."""
         self.trouble = None
-        self._num_paintings += 1
-        painting = Painting(server, request, self._take, start, self._num_paintings)
+        painting = Painting(server, request, self._take, start)
         self._paintings.append(painting)
         self._latest = painting
         return painting
@@ -279,12 +304,13 @@ class Visitors:
     def _new(self, session: str) -> Visitor:
         """Create the visitor of ``session``, with the images of an earlier process if its token is known."""
         token = self._tokens.get(session)
+        owner = owner_of_token(token or session)
+        name = owner[:NAME_CHARS]
         if token is None:
-            return Visitor()
-        owner = owner_of_token(token)
+            return Visitor(name=name)
         if self._galleries is None:
-            return Visitor(self._grace_s)
-        visitor = Visitor(self._grace_s, self._galleries.take(owner))
+            return Visitor(self._grace_s, name=name)
+        visitor = Visitor(self._grace_s, self._galleries.take(owner), name)
         visitor.keep = functools.partial(self._galleries.keep, owner)
         return visitor
 

@@ -80,6 +80,18 @@ class QueueFull(DiffserveError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceeded(DiffserveError):
+    """The API key has used its quota of the day, which renews after ``retry_after_s`` seconds (None: unknown)."""
+
+    default_code = "insufficient_quota"
+    answer_type = "insufficient_quota"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(DiffserveError):
     """The request's deadline passed before it was finished."""
 
@@ -140,7 +152,8 @@ ERRORS_BY_CODE: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind
     for kind in (
         *(DiffserveError, InvalidRequest, ModerationBlocked, ModelNotFound, ModelLoadError, InsufficientMemory),
-        *(ConfigError, QueueFull, DeadlineExceeded, DeadlineUnreachable, NumericalError, EngineUnavailable),
+        *(ConfigError, QueueFull, QuotaExceeded, DeadlineExceeded, DeadlineUnreachable, NumericalError),
+        EngineUnavailable,
     )
 }
 """The error classes by their default codes."""

@@ -142,7 +142,7 @@ def _check_access(settings: Settings) -> None:
     if settings.store.url or (Path(serve.data_dir).expanduser() / FILE).is_file():
         open_store(settings)
     else:
-        open_ring(None)
+        open_ring(None, serve)
         if not os.environ.get(ENV_KEY):
             check_open(serve, None)
 

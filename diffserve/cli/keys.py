@@ -1,4 +1,4 @@
-"""``diffserve keys``: create, list and revoke the API keys of a server, given its data folder."""
+"""``diffserve keys``: create, change, list and revoke the API keys of a server, given its data folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from diffserve.api.errors import InvalidRequest
 from diffserve.settings.config import Settings
 from diffserve.store import Database, Key, Keys
-from diffserve.store.keys import ID_CHARS
+from diffserve.store.keys import ID_CHARS, USER
 from diffserve.store.usage import Usage, UsageCounts, day_of
 
 USED_DAYS: Final = 30
@@ -23,9 +23,24 @@ PIPE_COLUMNS: Final = 500
 """Width of the table when standard output is not a terminal."""
 
 
-def add(settings: Settings, name: str, scopes: list[str], rate: int | None, share: float) -> int:
-    """Create a key and print it once on standard output."""
-    text, key = _keys_to_change(settings).add(name, scopes or ("generate",), rate, share)
+def add(
+    settings: Settings,
+    name: str,
+    scopes: list[str],
+    rate: int | None,
+    share: float,
+    images_per_day: int | None,
+    device_seconds_per_day: float | None,
+    *,
+    is_user: bool,
+) -> int:
+    """Create a key and print it once on standard output, or store the limits of a user."""
+    quotas = images_per_day, device_seconds_per_day
+    text, key = _keys_to_change(settings).add(name, scopes or ("generate",), rate, share, *quotas, is_user=is_user)
+    if is_user:
+        print(f"{key.name} ({key.id}): limits are stored; revoke it to block the user")
+        _name_folder(settings)
+        return 0
     print(f"{key.name} ({', '.join(key.scopes)}): store it now; it is not shown again", file=sys.stderr)
     _name_folder(settings)
     print(text)
@@ -36,7 +51,7 @@ def show(settings: Settings) -> int:
     """Print a table of all keys, including revoked ones. Lines are not wrapped in a pipe."""
     table = Table("name")
     table.add_column("id", min_width=ID_CHARS)  # never cut off, so that it can be copied
-    for column in ("scopes", "per minute", "share", "created", "revoked", f"last {USED_DAYS} days"):
+    for column in ("scopes", "per minute", "per day", "share", "created", "revoked", f"last {USED_DAYS} days"):
         table.add_column(column)
     database = _database(settings, is_new=False)
     used: dict[str, UsageCounts] = {}
@@ -46,8 +61,24 @@ def show(settings: Settings) -> int:
         rate = "unlimited" if key.requests_per_minute is None else str(key.requests_per_minute)
         days = _day(key.created_s), _day(key.revoked_s)
         usage = _usage_text(used.get(key.id, UsageCounts()))
-        table.add_row(key.name, key.id, ", ".join(key.scopes), rate, f"{key.share:g}", *days, usage)
+        quotas = _quotas_text(key)
+        table.add_row(key.name, key.id, ", ".join(key.scopes), rate, quotas, f"{key.share:g}", *days, usage)
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+    _name_folder(settings)
+    return 0
+
+
+def change(settings: Settings, name: str, images_per_day: int | None, device_seconds_per_day: float | None) -> int:
+    """Change the quotas of a key by name or id.
+
+    Raises:
+        InvalidRequest: No quota is given, a value is invalid, or there is no such key.
+    """
+    if images_per_day is None and device_seconds_per_day is None:
+        raise InvalidRequest("nothing to change; give --images-per-day or --device-seconds-per-day.")
+    _database(settings, is_new=False)
+    key = _keys_to_change(settings).change_quotas(name, images_per_day, device_seconds_per_day)
+    print(f"{key.name} ({key.id}): {_quotas_text(key)} per day")
     _name_folder(settings)
     return 0
 
@@ -100,6 +131,13 @@ def _database(settings: Settings, *, is_new: bool = True) -> Database:
         message = f"there is no data folder {folder}; give the data folder of the server with --data-dir DIR."
         raise InvalidRequest(message, param="data_dir")
     return Database(folder, settings.store.url)
+
+
+def _quotas_text(key: Key) -> str:
+    quotas = (key.images_per_day, "images"), (key.device_seconds_per_day, "device s")
+    default = "default" if key.name.startswith(USER) and None in (quotas[0][0], quotas[1][0]) else ""
+    texts = [f"{limit:g} {unit}" for limit, unit in quotas if limit]
+    return ", ".join([*texts, default] if default else texts) or "unlimited"
 
 
 def _usage_text(used: UsageCounts) -> str:

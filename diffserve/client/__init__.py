@@ -52,6 +52,7 @@ from diffserve.client.jobs import (
     JobEvent,
     JobFailure,
     JobFields,
+    JobOutput,
     JobProgress,
     JobStatus,
     StoredJob,
@@ -112,6 +113,7 @@ from diffserve.client.texts import (
     TextUsage,
 )
 from diffserve.client.transport import DEFAULT_URL, AsyncStream
+from diffserve.client.webhooks import WebhookEndpoint, WebhookUpdate
 
 __all__ = [
     "DEFAULT_URL",
@@ -154,6 +156,7 @@ __all__ = [
     "JobEvent",
     "JobFailure",
     "JobFields",
+    "JobOutput",
     "JobProgress",
     "JobStatus",
     "LanguageCapabilities",
@@ -206,6 +209,8 @@ __all__ = [
     "UpscaleFields",
     "UpscaledImage",
     "UsedDay",
+    "WebhookEndpoint",
+    "WebhookUpdate",
     "World",
     "ask_for",
     "batch_lines",

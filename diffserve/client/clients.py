@@ -25,6 +25,7 @@ from diffserve.client.responses import ResponseMethods
 from diffserve.client.stored import StoredDataMethods
 from diffserve.client.texts import TextMethods
 from diffserve.client.transport import DEFAULT_URL, TIMEOUT_S, AsyncStream
+from diffserve.client.webhooks import WebhookMethods
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -36,7 +37,14 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class AsyncClient(
-    ImageMethods, TextMethods, ResponseMethods, StoredDataMethods, ExperimentMethods, JobMethods, AdapterMethods
+    ImageMethods,
+    TextMethods,
+    ResponseMethods,
+    StoredDataMethods,
+    ExperimentMethods,
+    JobMethods,
+    WebhookMethods,
+    AdapterMethods,
 ):
     """Asynchronous client of a diffserve server, for asyncio.
 
@@ -323,6 +331,14 @@ class Client:
     resume_job = _blocking(AsyncClient.resume_job)
     retry_job = _blocking(AsyncClient.retry_job)
     delete_job = _blocking(AsyncClient.delete_job)
+    webhook_event_types = _blocking(AsyncClient.webhook_event_types)
+    create_webhook_endpoint = _blocking(AsyncClient.create_webhook_endpoint)
+    webhook_endpoints = _blocking(AsyncClient.webhook_endpoints)
+    webhook_endpoint = _blocking(AsyncClient.webhook_endpoint)
+    update_webhook_endpoint = _blocking(AsyncClient.update_webhook_endpoint)
+    rotate_webhook_secret = _blocking(AsyncClient.rotate_webhook_secret)
+    test_webhook_endpoint = _blocking(AsyncClient.test_webhook_endpoint)
+    delete_webhook_endpoint = _blocking(AsyncClient.delete_webhook_endpoint)
     loras = _blocking(AsyncClient.loras)
     prompt_styles = _blocking(AsyncClient.prompt_styles)
     control_map = _blocking(AsyncClient.control_map)

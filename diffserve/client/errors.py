@@ -19,6 +19,7 @@ from diffserve.api.errors import (
     EngineUnavailable,
     InvalidRequest,
     QueueFull,
+    QuotaExceeded,
 )
 
 
@@ -70,6 +71,8 @@ def error_of(error: ErrorObject, headers: Mapping[str, str] | None = None) -> Di
     code = error.code or DiffserveError.default_code
     if code == QueueFull.default_code:
         return QueueFull(error.message, retry_after_s=_retry_after_s(headers or {}))
+    if code == QuotaExceeded.default_code:
+        return QuotaExceeded(error.message, retry_after_s=_renewal_s(headers or {}))
     if code == EngineUnavailable.default_code:
         return EngineUnavailable(error.message, retry_after_s=_retry_after_s(headers or {}))
     if code == DeadlineUnreachable.default_code:
@@ -109,6 +112,12 @@ def raise_for_transport(url: str, error: Exception) -> NoReturn:
     if isinstance(error, httpx.TimeoutException):
         raise ServerLost(f"the server at {url} sent nothing for too long; is it still running?") from error
     raise ServerLost(f"the connection to {url} ended before the answer did; is the server still running?") from error
+
+
+def _renewal_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds after which a quota renews, or None if the answer does not say."""
+    after = headers.get("retry-after", "")
+    return float(after) if after.isascii() and after.isdigit() else None
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

@@ -73,6 +73,15 @@ class Images(Recipe, frozen=True, kw_only=True):
     created: int
     images: tuple[ImageFile, ...] = msgspec.field(name="data")
 
+    @property
+    def completed(self) -> tuple[CompletedImage, ...]:
+        """The images with their generation parameters, as a stream yields them."""
+        recipe = {name: getattr(self, name) for name in Recipe.__struct_fields__}
+        return tuple(
+            CompletedImage(created_at=self.created, image_index=index, **recipe, **msgspec.structs.asdict(image))
+            for index, image in enumerate(self.images)
+        )
+
 
 class UpscaledFile(msgspec.Struct, frozen=True):
     """File of an upscaled image; ``history_id`` is the ID of its history entry, None if the server keeps no history."""

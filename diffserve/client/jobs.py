@@ -13,6 +13,7 @@ from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, enc
 
 JOBS: Final = "/v1/jobs"
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -23,20 +24,31 @@ class JobFailure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+class JobOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Upload of a result; ``put_url`` lacks its query, and ``error`` says why the latest attempt failed."""
+
+    put_url: str
+    status: Literal["waiting", "delivered", "failed"]
+    error: str | None = None
+
+
 class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     """State of a job on the server; times are in seconds since 1970.
 
     Attributes:
+        prompt: Prompt in the body of the request, None if it has none.
         attempts: Number of times that the server began to run the job.
         position: Position in the queue of all clients, 1 starts next; None if it is not queued.
         progress: Share of its work that is done, from 0 to 1; None if it does not run, or unknown.
         estimated_seconds: Seconds until its end; None if unknown.
         expires_at: When it expires if it has not begun.
         has_result: Whether ``Client.job_result`` has an answer; so has a job that failed with an error answer.
+        output: The upload of the result, if one was requested.
     """
 
     id: str
     endpoint: str
+    prompt: str | None = None
     status: JobStatus
     error: JobFailure | None = None
     attempts: int
@@ -48,6 +60,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     started_at: int | None = None
     finished_at: int | None = None
     has_result: bool = False
+    output: JobOutput | None = None
 
     @property
     def is_over(self) -> bool:
@@ -83,12 +96,14 @@ class JobFields(PageFields, total=False):
     """Filter and page selection of a list of jobs.
 
     Attributes:
-        status: Only jobs in this state.
+        status: Only jobs in these states.
         endpoint: Only jobs of this path.
+        prefix: Only jobs whose ID begins with this.
     """
 
-    status: JobStatus
+    status: JobStatus | Sequence[JobStatus]
     endpoint: str
+    prefix: str
 
 
 def job_reader() -> TypedReader[JobEvent | JobProgress]:
@@ -100,13 +115,21 @@ def job_reader() -> TypedReader[JobEvent | JobProgress]:
 class JobMethods(HttpClient):
     """Methods of the client for jobs."""
 
-    async def begin_job(self, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> StoredJob:
+    async def begin_job(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        put_url: str | None = None,
+    ) -> StoredJob:
         """Create a job: a request that the server runs in the background, also after a restart.
 
         Args:
             endpoint: Path of the request, such as /v1/images/generations.
             body: Body of the request.
             timeout_s: Seconds within which it must begin; None: a day.
+            put_url: Presigned https URL to which the server also uploads the answer; None: no upload.
 
         Returns:
             The job, which is on the disk of the server.
@@ -114,10 +137,16 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: A value is wrong.
         """
-        return await self._call("POST", JOBS, StoredJob, _fields(endpoint, body, timeout_s))
+        return await self._call("POST", JOBS, StoredJob, _fields(endpoint, body, timeout_s, put_url))
 
     async def put_job(
-        self, job_id: str, endpoint: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        job_id: str,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        put_url: str | None = None,
     ) -> StoredJob:
         """Create a job with an ID of your own; repeating the call, such as after a lost answer, creates no second job.
 
@@ -126,6 +155,7 @@ class JobMethods(HttpClient):
             endpoint: Path of the request, such as /v1/images/generations.
             body: Body of the request.
             timeout_s: Seconds within which it must begin; None: a day.
+            put_url: Presigned https URL to which the server also uploads the answer; None: no upload.
 
         Returns:
             The job, which is on the disk of the server.
@@ -133,7 +163,7 @@ class JobMethods(HttpClient):
         Raises:
             InvalidRequest: A value is wrong, or the job exists with another endpoint or body.
         """
-        return await self._call("PUT", resource(JOBS, job_id), StoredJob, _fields(endpoint, body, timeout_s))
+        return await self._call("PUT", resource(JOBS, job_id), StoredJob, _fields(endpoint, body, timeout_s, put_url))
 
     async def jobs(self, **fields: Unpack[JobFields]) -> Listed[StoredJob]:
         """List one page of the jobs.
@@ -144,7 +174,7 @@ class JobMethods(HttpClient):
         Returns:
             The jobs, the newest first unless ``order`` says otherwise.
         """
-        return await self._call("GET", f"{JOBS}?{urlencode(fields)}" if fields else JOBS, Listed[StoredJob])
+        return await self._call("GET", f"{JOBS}?{urlencode(fields, doseq=True)}" if fields else JOBS, Listed[StoredJob])
 
     async def job(self, job_id: str) -> StoredJob:
         """Fetch the current state of a job.
@@ -281,7 +311,11 @@ class JobMethods(HttpClient):
         return await self._succeeds("DELETE", resource(JOBS, job_id), "job_not_found")
 
 
-def _fields(endpoint: str, body: Mapping[str, Any], timeout_s: float | None) -> bytes:
+def _fields(endpoint: str, body: Mapping[str, Any], timeout_s: float | None, put_url: str | None) -> bytes:
     """Encode the body of a request for a job."""
-    fields = {"endpoint": endpoint, "body": body}
-    return encode_json(fields if timeout_s is None else fields | {"timeout_s": timeout_s})
+    fields: dict[str, Any] = {"endpoint": endpoint, "body": body}
+    if timeout_s is not None:
+        fields["timeout_s"] = timeout_s
+    if put_url is not None:
+        fields["output"] = {"put_url": put_url}
+    return encode_json(fields)

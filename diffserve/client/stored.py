@@ -90,7 +90,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of an API key on one day (UTC); ``evaluations`` counts UNet evaluations by batch rows."""
+    """Usage of an API key on one day (UTC): UNet ``evaluations`` by batch rows, and seconds of device time."""
 
     day: str
     key_id: str
@@ -99,6 +99,7 @@ class UsedDay(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: int
     input_tokens: int
     output_tokens: int
+    device_s: float = 0.0
 
 
 class Listed(msgspec.Struct, Generic[AnyT], frozen=True, kw_only=True):

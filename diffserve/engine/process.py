@@ -32,7 +32,18 @@ from diffserve.api.errors import (
     NumericalError,
     QueueFull,
 )
-from diffserve.api.types import Asks, DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
+from diffserve.api.types import (
+    Asks,
+    Captured,
+    DiffusionParams,
+    Failed,
+    GenerationRequest,
+    ImageFailed,
+    ImageFinished,
+    ModelInfo,
+    Picture,
+)
+from diffserve.faults import install_kills, reach
 from diffserve.logs import MACHINE, json_logs
 from diffserve.processes import leave_stopping_to_parent
 
@@ -115,7 +126,10 @@ class EngineProcess:
                 events = engine.tick()
             if any(isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED for event in events):
                 probe.check()
+            reach("engine_stepped")
             for event in events:
+                if isinstance(event, (Captured, ImageFinished)):
+                    reach("engine_captured" if isinstance(event, Captured) else "engine_painted")
                 self._end.send(event)
             if engine.images.num_changes != self._num_changes:
                 probe = self._tell_models(engine, probe)
@@ -253,6 +267,7 @@ def open_probe(engine: CombinedEngine) -> DeviceProbe:
 
     probe = DeviceProbe(engine.engine.model)
     install_faults(engine.engine.model.unet)
+    install_kills()
     return probe
 
 

@@ -13,12 +13,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
 
-from diffserve.api.errors import ConfigError, DeviceLost
+from diffserve.api.errors import DeviceLost
+from diffserve.faults import FAULTS_VARIABLE, Fault, parse_faults
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.random_rows import random_rows
 
@@ -123,40 +124,13 @@ class DeviceProbe:
 if TYPE_CHECKING:
     from diffserve.runtime.unet.unet import UNetRunner
 
-FAULTS_VARIABLE: Final = "DIFFSERVE_FAULTS"
-"""Faults for tests of real engine processes, such as ``unet.sticky@20,unet.hang@50``.
-
-``unet.KIND@N`` counts UNet calls from 1 once the engine is ready. error: call N raises. sticky, broken: call N and all
-later ones raise CUDA's message of a failed assertion, or an unknown error. hang: call N never returns. The
-variable is read when a process starts to serve.
-"""
-
-FAULT_KINDS: Final = ("error", "sticky", "broken", "hang")
-FAULT_FORM: Final = re.compile(rf"unet\.({'|'.join(FAULT_KINDS)})@([1-9]\d{{0,8}})")
 STICKY_TEXT: Final = "CUDA error: device-side assert triggered"
-
-
-class Fault(NamedTuple):
-    """A fault of ``kind`` at call ``at`` of the UNet."""
-
-    kind: str
-    at: int
-
-
-def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse the faults in ``text``. Raises ConfigError for an invalid one."""
-    faults, kinds = [], ", ".join(FAULT_KINDS)
-    for word in filter(None, text.replace(" ", "").split(",")):
-        match = FAULT_FORM.fullmatch(word)
-        if match is None:
-            raise ConfigError(f"{FAULTS_VARIABLE} holds {word!r}; a fault is unet.KIND@CALL, KIND of {kinds}.")
-        faults.append(Fault(match[1], int(match[2])))
-    return tuple(faults)
 
 
 def install_faults(unet: UNetRunner) -> None:
     """Make ``unet`` fail as the environment variable says. Raises ConfigError if that is invalid."""
     faults = parse_faults(os.environ.get(FAULTS_VARIABLE, ""))
+    faults = tuple(fault for fault in faults if fault.place == "unet")
     if faults:
         logger.warning("%s is set: this engine injects faults", FAULTS_VARIABLE)
         unet.predict = with_faults(unet.predict, faults)  # type: ignore[method-assign]
@@ -169,7 +143,7 @@ def with_faults(predict: Callable[..., Any], faults: Sequence[Fault]) -> Callabl
     @wraps(predict)
     def call(*arguments: Any, **keywords: Any) -> Any:
         number = next(calls)
-        for kind, at in faults:
+        for _, kind, at in faults:
             if kind == "hang" and number == at:
                 while True:
                     time.sleep(3600.0)

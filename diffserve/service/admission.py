@@ -41,6 +41,7 @@ from diffserve.models.profiles import begin_with_loras
 from diffserve.models.references import ENCODING_ROWS
 from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
+from diffserve.service.quotas import Quotas
 from diffserve.settings.config import Settings
 from diffserve.store.usage import UsageCounts
 from schedulers import SAMPLERS, resolve_sampler
@@ -70,6 +71,7 @@ class Admission:
         metrics: Metrics,
         count: Count = lambda *_: None,
         num_engines: Callable[[], int] = lambda: 1,
+        quotas: Quotas | None = None,
     ) -> None:
         """Create the backlogs.
 
@@ -78,7 +80,9 @@ class Admission:
             metrics: Receives the gauges of the backlogs.
             count: Called with the ID of a key and what it used.
             num_engines: Returns how many engines work; each has the slots and the pace of one.
+            quotas: Daily quotas of keys, None if nothing is stored.
         """
+        self._quotas = quotas
         self.clients = Clients(settings.serve.trusted_proxies)
         most_s = settings.serve.max_backlog_s
         waiting = settings.text.max_waiting
@@ -102,6 +106,16 @@ class Admission:
         message = "Waiting time of the request that has waited longest; 0 if none waits."
         metrics.watch("queue_age_seconds", message, lambda: {(item.kind,): item.age_s for item in each}, "kind")
 
+    async def check_quota(self, client: str, num_images: int) -> None:
+        """Refuse a request for ``num_images`` images that exceeds a quota of the key of ``client``.
+
+        Raises:
+            QuotaExceeded: A quota of the key does not suffice today.
+        """
+        if self._quotas is not None:
+            owner = _key_of(client)
+            await self._quotas.check(owner, num_images, lambda: self.images.num_images_of(owner))
+
     @property
     def has_waiting(self) -> bool:
         """Whether a request that belongs to no batch waits."""
@@ -114,6 +128,7 @@ class Ticket:
     Attributes:
         num_slots: Places that it takes in the queue.
         has_begun: Whether work on it has begun, so that it no longer waits.
+        num_images: Images that it will make and that are not counted as used yet.
     """
 
     def __init__(
@@ -134,6 +149,7 @@ class Ticket:
         self.priority = priority
         self.num_slots = num_slots
         self.has_begun = False
+        self.num_images = 0
         self.cost_left = cost
         self._part_cost = cost / num_parts
         self._left = dict.fromkeys(range(num_parts), self._part_cost)
@@ -173,14 +189,15 @@ class Ticket:
         """Record the usage that ``event`` reports."""
         match event:
             case ImageFinished(result=result):
-                evaluations = 0 if result.cached else result.num_evaluations
-                self._used(UsageCounts(pictures=1, evaluations=evaluations + result.discarded_evaluations))
+                evaluations = (0 if result.cached else result.num_evaluations) + result.discarded_evaluations
+                device_s = (0.0 if result.cached else result.device_s) + result.discarded_device_s
+                self._used(UsageCounts(pictures=1, evaluations=evaluations, device_s=device_s))
             case TextFinished(usage=usage) | RewriteFinished(usage=usage):
-                self._used(UsageCounts(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
+                self._used(UsageCounts(0, 0, 0, usage.prompt_tokens, usage.output_tokens, usage.device_s))
             case Embedded(num_tokens=num_tokens):
                 self._used(UsageCounts(input_tokens=num_tokens))
-            case Upscaled():
-                self._used(UsageCounts(pictures=1))
+            case Upscaled(device_s=device_s):
+                self._used(UsageCounts(pictures=1, device_s=device_s))
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""
@@ -210,6 +227,7 @@ class Ticket:
                 self.give_up(part)
 
     def _used(self, used: UsageCounts) -> None:
+        self.num_images = max(0, self.num_images - used.pictures)
         self._count(_key_of(self.client), used)
 
     def _update_cost(self, done: float) -> None:
@@ -271,6 +289,10 @@ class Backlog:
     def num_waiting(self) -> int:
         """Places taken by requests on which no work was done yet."""
         return sum(ticket.num_slots for ticket in self._tickets if not ticket.has_begun)
+
+    def num_images_of(self, owner: str) -> int:
+        """Return how many images of the key ``owner`` are accepted and not finished."""
+        return sum(ticket.num_images for ticket in self._tickets if _key_of(ticket.client) == owner)
 
     @property
     def has_waiting(self) -> bool:

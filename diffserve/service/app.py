@@ -35,6 +35,7 @@ from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, HeadAsGet, OriginGuard, Outermost
 from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describe_api
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.proxied_users import ProxiedUsers
 from diffserve.service.http.routing import ApiRoute
 from diffserve.service.images.image_endpoint import ImageEndpoint
@@ -50,6 +51,7 @@ from diffserve.service.lifecycle import Gate, InFlight
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
 from diffserve.service.models import Offer, capabilities, describe_models, is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
+from diffserve.service.quotas import Quotas
 from diffserve.service.responses.chat_images import ChatImages, wants_image
 from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
 from diffserve.service.responses.endpoint import Responses
@@ -59,6 +61,7 @@ from diffserve.service.responses.turns import MAX_PAGE
 from diffserve.service.safety import Safety
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.batches import BatchBody, BatchRoutes
+from diffserve.service.stored.delivery_runner import DeliveryRunner
 from diffserve.service.stored.experiment_runner import ExperimentRunner
 from diffserve.service.stored.experiments import ExperimentBody, ExperimentRoutes
 from diffserve.service.stored.files import FilePictures, FileRoutes
@@ -68,6 +71,13 @@ from diffserve.service.stored.job_runner import JobRunner
 from diffserve.service.stored.jobs import ACCEPTED_HEADERS, PREFER, CancelJobsBody, JobBody, JobRoutes, prefers_async
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
+from diffserve.service.stored.webhooks import (
+    RotateSecretBody,
+    WebhookEndpointBody,
+    WebhookRoutes,
+    WebhookTestBody,
+    WebhookUpdateBody,
+)
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
 from diffserve.service.texts.embeddings import EmbeddingBody, EmbeddingEndpoint
 from diffserve.service.texts.rewrites import RewriteEndpoint
@@ -76,12 +86,14 @@ from diffserve.service.threads import FILES
 from diffserve.settings.config import ServeConfig
 from diffserve.store.batches import Batches
 from diffserve.store.database import Database
+from diffserve.store.deliveries import Deliveries
 from diffserve.store.experiments import Experiments
 from diffserve.store.files import Files
 from diffserve.store.history import History
 from diffserve.store.jobs import Jobs as DurableJobs
 from diffserve.store.replies import Replies
 from diffserve.store.usage import Usage
+from diffserve.store.webhooks import WebhookEndpoints
 from diffserve.version import __version__
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -144,7 +156,10 @@ def create_app(
     usage = None if database is None else Usage(database)
     book = None if usage is None else UsageBook(usage)
     counted: dict[str, Any] = {} if book is None else {"count": book.count}
-    admission = Admission(engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready)
+    quotas = None if book is None or ring is None else Quotas(book, ring.by_id)
+    admission = Admission(
+        engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready, quotas=quotas
+    )
     files = None if database is None else Files(database, config.files_bytes)
     checks = (checks or ImageChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
     if checks.safety is not None:
@@ -200,10 +215,17 @@ def create_app(
     if history is not None:
         HistoryRoutes(app, history, owners)
     if usage is not None and book is not None:
-        UsageRoutes(app, usage, book, owners)
+        UsageRoutes(app, usage, book, owners, quotas)
     if database is not None and files is not None:
         _add_stored(app, database, files, owners, admission, engine.metrics)
-        _add_jobs(app, DurableJobs(database), owners, admission)
+        durable_jobs, uploads = DurableJobs(database), OutgoingClient(config.upload_hosts)
+        _add_jobs(app, durable_jobs, owners, admission, uploads)
+        endpoints = WebhookEndpoints(database)
+        responses.on_background_end = endpoints.add_event
+        hooks = OutgoingClient(config.webhook_hosts)
+        _add_webhooks(app, endpoints, owners, hooks)
+        runner = DeliveryRunner(Deliveries(database), endpoints, durable_jobs, owners, hooks, uploads)
+        app.state.background_tasks.append(runner.run_for_ever)
         _add_experiments(app, Experiments(database), owners, context, checks.safety)
     if page is not None:
         app.router.routes.append(page)
@@ -369,10 +391,10 @@ def _add_stored(
     app.state.background_tasks.append(runner.run_for_ever)
 
 
-def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admission) -> None:
+def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admission, uploads: OutgoingClient) -> None:
     """Add the routes of jobs, which may call every endpoint that submits work."""
     runner = JobRunner(app, jobs, owners, admission, app.state.endpoints)
-    routes = app.state.jobs = JobRoutes(app, jobs, owners, runner, app.state.offers)
+    routes = app.state.jobs = JobRoutes(app, jobs, owners, runner, app.state.offers, uploads)
     _post(app, "/v1/jobs", routes.create, JobBody, "Create a job: a request that survives restarts", needs_engine=False)
     _post(
         app, "/v1/jobs/{job_id}", routes.put, JobBody, "Create a job with an ID of your own",
@@ -380,6 +402,16 @@ def _add_jobs(app: FastAPI, jobs: DurableJobs, owners: Owners, admission: Admiss
     )  # fmt: skip
     _post(app, "/v1/jobs/cancel", routes.cancel_many, CancelJobsBody, "Cancel several jobs", needs_engine=False)
     app.state.background_tasks.append(runner.run_for_ever)
+
+
+def _add_webhooks(app: FastAPI, endpoints: WebhookEndpoints, owners: Owners, client: OutgoingClient) -> None:
+    routes = WebhookRoutes(app, endpoints, owners, client)
+    path, item_path = "/v1/webhook_endpoints", "/v1/webhook_endpoints/{webhook_endpoint_id}"
+    add = partial(_post, app, needs_engine=False)
+    add(path, routes.create, WebhookEndpointBody, "Create a webhook endpoint")
+    add(item_path, routes.update, WebhookUpdateBody, "Change a webhook endpoint")
+    add(f"{item_path}/rotate_secret", routes.rotate_secret, RotateSecretBody, "Replace the secret of an endpoint")
+    add(f"{item_path}/test", routes.test, WebhookTestBody, "Send a sample event to an endpoint")
 
 
 def _add_experiments(

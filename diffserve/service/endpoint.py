@@ -49,6 +49,11 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
         return fields
 
     @property
+    def num_images(self) -> int:
+        """Number of images that the request makes, for the quota of its key."""
+        return 0
+
+    @property
     def headers(self) -> dict[str, str]:
         """Additional headers of the answer."""
         return {}
@@ -106,7 +111,9 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
             if isinstance(body, WorkBody) and body.priority is None:
                 body.priority = getattr(request.state, "priority", None)  # set for lines of a batch
             plan = await self._plan(body, request, client)
+            await self._admission.check_quota(client, plan.num_images)
             ticket = request.state.ticket = stack.enter_context(self._admit(plan, client))
+            ticket.num_images = plan.num_images
             early_response = await self._begin(plan, ticket, request, stack)
             if early_response is not None:
                 return early_response

@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from diffserve.api.errors import ConfigError, EngineUnavailable
+from diffserve.faults import install_kills
 from diffserve.logs import json_logs
 from diffserve.processes import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
@@ -59,6 +60,7 @@ def serve(
         ConfigError: The address cannot be bound.
         DiffserveError: The model cannot be loaded.
     """
+    install_kills()
     database, ring = open_store(settings)
     page = None if mount_page is None else Page(mount_page)
     lock = contextlib.nullcontext() if database is None else database.in_use()
@@ -73,7 +75,7 @@ def serve(
 def open_store(settings: Settings) -> tuple[Database | None, KeyRing | None]:
     """Open the database and the keys. Raises ConfigError if they cannot be read or open access is not allowed."""
     database = open_database(settings)
-    ring = open_ring(database, has_users=bool(settings.serve.trusted_user_header))
+    ring = open_ring(database, settings.serve)
     check_open(settings.serve, ring)
     return database, ring
 
@@ -105,12 +107,12 @@ def _may_be_there(file: Path) -> bool:
         return True
 
 
-def open_ring(database: Database | None, *, has_users: bool = False) -> KeyRing | None:
+def open_ring(database: Database | None, config: ServeConfig) -> KeyRing | None:
     """Load the keys from the database and the environment.
 
     Args:
         database: The database, None if nothing is stored.
-        has_users: Whether a proxy authenticates users, so that every request needs a user or a key.
+        config: Says whether a proxy authenticates users, and their default limits.
 
     Raises:
         ConfigError: They cannot be read.
@@ -121,7 +123,13 @@ def open_ring(database: Database | None, *, has_users: bool = False) -> KeyRing 
             f"{ENV_KEY} has {len(env_key)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
         )
         raise ConfigError(message, param="api_key")
-    return None if database is None else KeyRing(database, env_key, has_users=has_users)
+    if database is None:
+        return None
+    limits = {
+        "images_per_day": config.user_images_per_day,
+        "device_seconds_per_day": config.user_device_seconds_per_day,
+    }
+    return KeyRing(database, env_key, has_users=bool(config.trusted_user_header), user_limits=limits)
 
 
 def check_open(config: ServeConfig, ring: KeyRing | None) -> None:

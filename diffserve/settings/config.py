@@ -34,7 +34,7 @@ MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 _HEADER = re.compile(r"[A-Za-z][A-Za-z0-9\-]{0,63}")
-_FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
+_OUTGOING_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
 _STORE_URL = re.compile(r"postgres(?:ql)?://\S+")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -214,6 +214,8 @@ SERVE_MINIMA = {
     "url_pictures_bytes": 0,
     "files_bytes": 0,
     "history_bytes": 0,
+    "user_images_per_day": 0,
+    "user_device_seconds_per_day": 0,
 }
 
 
@@ -241,6 +243,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                         engine does not respond for this long
     debug               serve ``/debug/trace``
     fetch_hosts         hosts from which images may be fetched by https URL, as HOST or HOST:PORT; empty: none
+    webhook_hosts       hosts to which webhook events may be sent by https, likewise; empty: no webhooks
+    upload_hosts        hosts to which results of jobs may be uploaded by https (presigned URLs), likewise; empty: none
     watermark           mark images invisibly as generated
     c2pa_certificate    PEM certificate chain for signing images (C2PA, extra "c2pa"); "": not signed
     c2pa_key            private key of the certificate; "": not signed
@@ -252,6 +256,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
     trusted_user_header header in which these proxies name the user that they authenticated, such as X-Forwarded-User;
                         users need no key; "": none
+    user_images_per_day images per UTC day for each of these users, unless `keys add --user` says otherwise; 0: no quota
+    user_device_seconds_per_day
+                        seconds of device time per UTC day for each of these users; 0: no quota
     price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """
 
@@ -276,6 +283,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_backlog_s: float
     trusted_proxies: tuple[str, ...]
     trusted_user_header: str
+    user_images_per_day: int
+    user_device_seconds_per_day: float
     log_level: Literal["debug", "info", "warning", "error"]
     page: bool
     page_grace_s: float
@@ -286,6 +295,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     history_bytes: int
     debug: bool
     fetch_hosts: tuple[str, ...]
+    webhook_hosts: tuple[str, ...]
+    upload_hosts: tuple[str, ...]
     watermark: bool
     c2pa_certificate: str
     c2pa_key: str
@@ -323,9 +334,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require(not header or _HEADER.fullmatch(header), message, "trusted_user_header")
         message = "trusted_user_header is given without trusted_proxies; name the proxies that send it."
         _require(not header or self.trusted_proxies, message, "trusted_user_header")
-        for host in self.fetch_hosts:
-            message = f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."
-            _require(_FETCH_HOST.fullmatch(host), message, "fetch_hosts")
+        for name in ("fetch_hosts", "webhook_hosts", "upload_hosts"):
+            for host in getattr(self, name):
+                message = f"{name} has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."
+                _require(_OUTGOING_HOST.fullmatch(host), message, name)
         present = "c2pa_key" if self.c2pa_key else "c2pa_certificate"
         message = f"{present} is given alone; give c2pa_certificate and c2pa_key together, or neither."
         _require(bool(self.c2pa_certificate) is bool(self.c2pa_key), message, present)

@@ -266,7 +266,7 @@ def _convert(dotted: str, value: _Value) -> Any:
         return None
     if value.is_text and key == "good_sizes":
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
-    if value.is_text and key in ("allowed_hosts", "cors_origins", "devices", "trusted_proxies", "fetch_hosts"):
+    if value.is_text and _FIELDS[table][key] == tuple[str, ...]:
         raw = [name.strip() for name in raw.split(",") if name.strip()]
     if dotted == "model.dtype" and isinstance(raw, str):
         raw = replace_removed_dtype(raw, _blame(dotted, {dotted: value}))

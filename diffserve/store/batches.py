@@ -22,6 +22,7 @@ from diffserve.store.database import Database, PageSelection, find_row, insert_r
 from diffserve.store.files import File, Files, new_file_id
 from diffserve.store.schema import batch_lines, batches
 from diffserve.store.schema import files as files_table
+from diffserve.store.webhooks import add_event
 
 WINDOW_S: Final = 24 * 3600.0
 KEPT_S: Final = 30 * 24 * 3600.0
@@ -29,6 +30,7 @@ MAX_UNFINISHED: Final = 100
 """Unfinished batches per owner."""
 
 UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
+OVER: Final = ("completed", "failed", "expired", "cancelled")
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +133,8 @@ class Batches:
                 message = f"{MAX_UNFINISHED} batches are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_batches")
             insert_row(connection, batches, batch)
+            if problems:
+                add_event(connection, owner, "batch.failed", batch.id, now_s)
         return batch
 
     def page(self, owner: str, selection: PageSelection) -> tuple[list[Batch], bool] | None:
@@ -251,8 +255,11 @@ class Batches:
             os.fsync(output.fileno())
 
     def _move(self, connection: Connection, batch: Batch, to: str, error: str) -> None:
-        values = {"status": to, "error": error, "times": _json(batch.times | {to: self._clock()})}
+        now_s = self._clock()
+        values = {"status": to, "error": error, "times": _json(batch.times | {to: now_s})}
         connection.execute(update(batches).where(batches.c.id == batch.id).values(values))
+        if to in OVER:
+            add_event(connection, batch.owner, f"batch.{to}", batch.id, now_s)
 
 
 def _json(value: object) -> str:

@@ -29,7 +29,8 @@ MAX_UNFINISHED: Final = 20
 MAX_KEPT: Final = 200
 """Experiments per owner."""
 
-ORPHAN_S: Final = 3600.0
+ORPHAN_S: Final = 24 * 3600.0
+"""Age of a folder without a row that is deleted; longer than a clock may be wrong."""
 UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 _ID: Final = re.compile(r"exp_[0-9a-f]{32}")
 

@@ -31,7 +31,8 @@ SPARE_BYTES: Final = 128 << 20
 """Free disk space that is reserved for essential writes."""
 
 CHUNK_BYTES: Final = 1 << 20
-ORPHAN_S: Final = 3600.0
+ORPHAN_S: Final = 24 * 3600.0
+"""Age of a file without a row that is deleted; longer than a clock may be wrong, so that uploads are not deleted."""
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 
 

@@ -13,14 +13,26 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, select, update
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.faults import reach
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.deliveries import add_upload
 from diffserve.store.files import require_room
 from diffserve.store.schema import jobs
+from diffserve.store.webhooks import add_event
 
 FOLDER: Final = "jobs"
+CAPTURE: Final = "capture-"
+"""Beginning of the names of captured states, after the number of their job and a dash."""
+
+LOCK_CREATED_S: Final = 60.0
+"""Seconds after which a server that creates its lock file has done so, or was killed."""
+
+FILES_AT_ONCE: Final = 500
+"""Number of files that a sweep compares with their rows at once."""
+
 KEPT_S: Final = 7 * 24 * 3600.0
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
@@ -35,6 +47,7 @@ CANCELLED_AT_ONCE: Final = 500
 """Jobs that one transaction cancels, so that others do not wait long for the lock of the database."""
 
 Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled", "expired"]
+NOT_BEGUN: Final = ("queued", "paused")
 UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
@@ -54,6 +67,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         losses: Engines that were lost while they ran it.
         result_status: HTTP status of the result, 0 if there is none.
         result_bytes: Length of the result's body.
+        output: Where its result goes: ``base_url``, the beginning of image URLs; and if the result is uploaded,
+            ``put_url``, ``status`` (waiting, delivered or failed) and ``error``.
     """
 
     number: int
@@ -72,6 +87,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float
     result_status: int
     result_bytes: int
+    output: dict[str, str]
 
     @property
     def is_over(self) -> bool:
@@ -102,6 +118,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float
     result_status: int = 0
     result_bytes: int = 0
+    output: dict[str, str] = {}
 
 
 class JobFilter(NamedTuple):
@@ -109,11 +126,16 @@ class JobFilter(NamedTuple):
 
     statuses: tuple[str, ...] = ()
     endpoint: str = ""
+    prefix: str = ""  # of the ID
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """Return the conditions of a query of the table."""
         conditions: list[ColumnElement[bool]] = [jobs.c.status.in_(self.statuses)] if self.statuses else []
-        return [*conditions, jobs.c.endpoint == self.endpoint] if self.endpoint else conditions
+        if self.endpoint:
+            conditions.append(jobs.c.endpoint == self.endpoint)
+        if self.prefix:
+            conditions.append(func.substr(jobs.c.id, 1, len(self.prefix)) == self.prefix)
+        return conditions
 
 
 class Jobs:
@@ -129,7 +151,9 @@ class Jobs:
         self._database = database
         self._clock = clock
 
-    def add(self, owner: str, name: str, endpoint: str, body: str, timeout_s: float) -> tuple[Job, bool]:
+    def add(
+        self, owner: str, name: str, endpoint: str, body: str, timeout_s: float, output: dict[str, str] | None = None
+    ) -> tuple[Job, bool]:
         """Add a job, which is on the disk when this returns.
 
         Args:
@@ -138,6 +162,7 @@ class Jobs:
             endpoint: The path of the request.
             body: The body of the request, JSON.
             timeout_s: Seconds after which it expires if it has not begun.
+            output: Where its result goes, see ``Job``.
 
         Returns:
             The job, and whether it is new; an earlier one has the same endpoint and body.
@@ -148,9 +173,9 @@ class Jobs:
         now_s = self._clock()
         new = NewJob(
             id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
-            created_s=now_s, expires_s=now_s + timeout_s,
+            created_s=now_s, expires_s=now_s + timeout_s, output=output or {},
         )  # fmt: skip
-        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.not_in(OVER))
+        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED))
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
@@ -163,6 +188,8 @@ class Jobs:
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
             job = find_row(connection, Job, jobs, owner=owner, id=name)
+            reach("job_inserted")
+        reach("job_added")
         assert job is not None
         return job, True
 
@@ -170,6 +197,12 @@ class Jobs:
         """Return ``owner``'s job with the ID ``name``, or None."""
         with self._database.reading() as connection:
             return find_row(connection, Job, jobs, owner=owner, id=name)
+
+    def by_number(self, number: int) -> Job | None:
+        """Return the job with this number, or None."""
+        with self._database.reading() as connection:
+            row = connection.execute(select(jobs).where(jobs.c.number == number)).first()
+        return None if row is None else read_row(Job, row)
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
@@ -195,11 +228,15 @@ class Jobs:
             rows = connection.execute(select(order).where(order.c.number.in_(numbers)))
             return {row.number: row.position for row in rows}
 
-    def claim(self, holder: str) -> Job | None:
-        """Lease a queued job to the process ``holder``; return None if no job is queued.
+    def claim(self, holder: str, *, is_idle: bool = True) -> Job | None:
+        """Lease a queued job to the process ``holder``; return None if there is none to run now.
 
         The job is the oldest one of the owner with the fewest running jobs, so that no owner waits for all jobs of
-        another one.
+        another one. A job that has lost an engine runs alone, so that it cannot take others with it a second time.
+
+        Args:
+            holder: The name of the process.
+            is_idle: Whether the process runs no other job.
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
@@ -211,9 +248,15 @@ class Jobs:
                 row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
                 if row is not None:
                     job = read_row(Job, row)
+                    if job.losses and not is_idle:
+                        return None
                     leased = {"holder": holder, "token": job.token + 1, "attempts": job.attempts + 1}
-                    return self._move(connection, job, "running", **leased)
-        return None
+                    claimed = self._move(connection, job, "running", **leased)
+                    break
+            else:
+                return None
+        reach("job_claimed")
+        return claimed
 
     def finish(self, job: Job, status: Status, result: tuple[int, bytes] | None = None, error: str = "") -> bool:
         """End the leased ``job``; return False if the lease was lost, in which case nothing changes.
@@ -231,20 +274,28 @@ class Jobs:
         if result is not None:
             self._write(job, result[1])
             values |= {"result_status": result[0], "result_bytes": len(result[1])}
-        return self._move_leased(job, status, **values)
+        is_finished = self._move_leased(job, status, **values)
+        reach("job_finished")
+        return is_finished
 
     def release(self, job: Job, *, is_engine_lost: bool = False) -> bool:
         """Return the leased ``job`` to the queue, or fail it if it has lost too many engines or servers."""
         losses = job.losses + is_engine_lost
+        status: Status = "queued"
+        error = ""
         if losses >= MAX_LOSSES or job.attempts >= MAX_ATTEMPTS:
             is_engine = losses >= MAX_LOSSES
             reason = f"{losses} engines were lost" if is_engine else f"{job.attempts} attempts were interrupted"
-            return self._move_leased(job, "failed", error=f"poison: {reason} while this job ran.", losses=losses)
-        return self._move_leased(job, "queued", losses=losses)
+            status, error = "failed", f"poison: {reason} while this job ran."
+        is_released = self._move_leased(job, status, error=error, losses=losses)
+        reach("job_released")
+        return is_released
 
     def drain(self, job: Job) -> bool:
         """Return the leased ``job`` to the queue; the attempt does not count."""
-        return self._move_leased(job, "queued", attempts=job.attempts - 1)
+        is_drained = self._move_leased(job, "queued", attempts=job.attempts - 1)
+        reach("job_drained")
+        return is_drained
 
     def reclaim(self, alive: Collection[str]) -> list[str]:
         """Return the jobs of holders that are not ``alive`` to the queue; the result has the IDs of those jobs."""
@@ -307,12 +358,12 @@ class Jobs:
         return self._change(owner, name, "queued", ("failed", "cancelled", "expired"), **values, **cleared)
 
     def delete(self, job: Job) -> None:
-        """Delete a finished job with its result."""
+        """Delete a finished job with its result; ``sweep`` removes what else is left of it."""
         with self._database.writing() as connection:
             is_over = jobs.c.status.in_(OVER)
             connection.execute(delete(jobs).where(jobs.c.number == job.number, is_over))
-        for path in self.folder.glob(f"{job.number}-*"):
-            path.unlink(missing_ok=True)
+        reach("job_deleted")
+        self._path(job).unlink(missing_ok=True)
 
     def result(self, job: Job) -> bytes:
         """Read the body of the result of ``job``.
@@ -329,28 +380,46 @@ class Jobs:
             return {row.number: (row.status, row.token) for row in connection.execute(query)}
 
     def sweep(self) -> None:
-        """Expire jobs that have not begun in time, delete old finished jobs, and files that no job needs."""
+        """Expire queued jobs whose time has passed, delete old finished jobs, and remove files that no job needs."""
         now_s = self._clock()
-        is_late = jobs.c.status.in_(("queued", "paused")) & (jobs.c.expires_s <= now_s)
-        is_finished = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        is_late = jobs.c.status.in_(NOT_BEGUN) & (jobs.c.expires_s <= now_s)
+        is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        with self._database.writing() as connection:
+            connection.execute(delete(jobs).where(is_old))
         with self._database.reading() as connection:
-            query = select(jobs).where(or_(is_late, is_finished))
-            removable = [read_row(Job, row) for row in connection.execute(query)]
-        for job in removable:
-            if job.is_over:
-                self.delete(job)
+            late = connection.execute(select(jobs.c.owner, jobs.c.id).where(is_late)).all()
+        for owner, name in late:
+            self._change(owner, name, "expired", NOT_BEGUN, error="job_expired: it did not begin in time.")
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        for index in range(0, len(names), FILES_AT_ONCE):
+            self._remove_unneeded(names[index : index + FILES_AT_ONCE], now_s)
+
+    def _remove_unneeded(self, names: list[str], now_s: float) -> None:
+        """Remove those of the files ``names`` that no job needs.
+
+        These are captured states of finished jobs, results of earlier leases or deleted jobs, and what killed servers
+        have left. The names must have been read before this call, so that rows are not older than files.
+        """
+        numbers = {number for name in names if (number := name.partition("-")[0]).isdigit()}
+        columns = jobs.c.number, jobs.c.token, jobs.c.status, jobs.c.result_status
+        with self._database.reading() as connection:
+            rows = connection.execute(select(*columns).where(jobs.c.number.in_(map(int, numbers))))
+            current = {str(row.number): row for row in rows}
+        for name in names:
+            path = self.folder / name
+            number, _, rest = name.partition("-")
+            job = current.get(number)
+            if number not in numbers:  # the lock file of a server
+                is_needed = path.suffix != ".new" or now_s - _modified_s(path) < LOCK_CREATED_S
+            elif job is None:
+                is_needed = False
+            elif rest.startswith(CAPTURE):
+                is_needed = job.status in UNFINISHED
+            elif job.status == "running":
+                is_needed = rest in (f"{job.token}", f"{job.token}.part")
             else:
-                error = "job_expired: it did not begin in time."
-                self._change(job.owner, job.id, "expired", ("queued", "paused"), error=error)
-        with self._database.reading() as connection:
-            rows = connection.execute(select(jobs.c.number, jobs.c.token, jobs.c.status)).all()
-        kept = {f"{row.number}-{row.token}" for row in rows}
-        over = {str(row.number) for row in rows if row.status in OVER}
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            number, _, kind = path.name.partition("-")
-            is_capture_of_finished_job = kind.startswith("capture-") and number in over
-            is_old = number.isdigit() and path.name not in kept and now_s - path.stat().st_mtime > KEPT_S
-            if is_capture_of_finished_job or is_old:
+                is_needed = job.result_status > 0 and rest == f"{job.token}"
+            if not is_needed:
                 path.unlink(missing_ok=True)
 
     def _path(self, job: Job) -> Path:
@@ -365,12 +434,14 @@ class Jobs:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
+        reach("result_written")
         part.replace(self._path(job))
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+        reach("result_renamed")
 
     def _move_leased(self, job: Job, status: Status, **values: Any) -> bool:
         """Move ``job`` if it is still leased with its token."""
@@ -393,9 +464,22 @@ class Jobs:
             return self._move(connection, job, status, **values)
 
     def _move(self, connection: Connection, job: Job, status: Status, **values: Any) -> Job:
-        changes = {"status": status, "events": _events(job.entered, status, self._clock()), **values}
+        now_s = self._clock()
+        changes = {"status": status, "events": _events(job.entered, status, now_s), **values}
         connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
+        if status in OVER:
+            add_event(connection, job.owner, f"job.{status}", job.id, now_s)
+        if status == "succeeded" and "put_url" in job.output:
+            add_upload(connection, job.owner, job.number, now_s)
         return msgspec.structs.replace(job, **changes)
+
+
+def _modified_s(path: Path) -> float:
+    """Return when ``path`` was changed, in seconds since 1970; 0 if it does not exist any more."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _num_running() -> Select[tuple[str, int]]:

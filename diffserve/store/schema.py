@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001", "0002")
+REVISIONS: Final = ("0001", "0002", "0003", "0004")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -38,8 +38,9 @@ def _table(name: str, *parts: SchemaItem, has_number: bool = False, has_rowid: b
     )  # fmt: skip
 
 
-def _text(name: str, *, key: bool = False, unique: bool = False) -> Column[Any]:
-    return Column(name, Text, primary_key=key, nullable=False, unique=unique or None)
+def _text(name: str, *, key: bool = False, unique: bool = False, default: str | None = None) -> Column[Any]:
+    server_default = None if default is None else text(default)
+    return Column(name, Text, primary_key=key, nullable=False, unique=unique or None, server_default=server_default)
 
 
 def _integer(name: str, *, key: bool = False, default: str | None = None) -> Column[Any]:
@@ -67,6 +68,9 @@ keys = _table(
     _seconds("created_s"),
     Column("revoked_s", FLOAT),
     Column("share", FLOAT, nullable=False, server_default=text("1.0")),
+    Column("images_per_day", INTEGER),
+    Column("device_seconds_per_day", FLOAT),
+    _integer("num_changes", default="0"),
     Index(
         "keys_by_name",
         "name",
@@ -147,6 +151,7 @@ usage = _table(
     _integer("evaluations"),
     _integer("input_tokens"),
     _integer("output_tokens"),
+    Column("device_s", FLOAT, nullable=False, server_default=text("0.0")),
     has_rowid=False,
 )
 experiments = _table(
@@ -182,8 +187,39 @@ jobs = _table(
     _seconds("expires_s"),
     _integer("result_status"),
     _integer("result_bytes"),
+    _text("output", default="'{}'"),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
     Index("jobs_by_status", "status", "owner", "number"),
+    has_number=True,
+)
+webhook_endpoints = _table(
+    "webhook_endpoints",
+    _text("id", unique=True),
+    _text("owner"),
+    _text("name"),
+    _text("url"),
+    _text("event_types"),
+    _binary("secret"),
+    _binary("old_secret"),
+    _seconds("old_secret_until_s"),
+    _seconds("created_s"),
+    _seconds("updated_s"),
+    _text("disabled"),
+    _text("last_error"),
+    Index("webhook_endpoints_by_owner", "owner", "number"),
+    has_number=True,
+)
+deliveries = _table(
+    "deliveries",
+    _text("recipient"),
+    _text("event"),
+    _text("body"),
+    _integer("job"),
+    _integer("attempts"),
+    _seconds("created_s"),
+    _seconds("next_s"),
+    Index("deliveries_by_time", "next_s"),
+    Index("deliveries_by_recipient", "recipient"),
     has_number=True,
 )

@@ -12,20 +12,22 @@ from diffserve.store.database import Database, insert_for
 from diffserve.store.schema import usage
 
 MAX_DAYS: Final = 366
+DAY_S: Final = 86400.0
 
 
 class UsageCounts(NamedTuple):
-    """Amounts of usage: requests, images, UNet evaluations by batch rows, and language model tokens."""
+    """Amounts of usage: requests, images, UNet evaluations by batch rows, tokens of texts, seconds of device time."""
 
     requests: int = 0
     pictures: int = 0
     evaluations: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    device_s: float = 0.0
 
     def plus(self, other: UsageCounts) -> UsageCounts:
         """Return the sum of both."""
-        return UsageCounts(*(first + second for first, second in zip(self, other, strict=True)))
+        return UsageCounts._make(first + second for first, second in zip(self, other, strict=True))
 
 
 class Usage:
@@ -61,6 +63,11 @@ class Usage:
         with self._database.reading() as connection:
             rows = connection.execute(query.order_by(usage.c.day.desc(), usage.c.owner)).all()
         return [(row[0], row[1], UsageCounts(*row[2:])) for row in rows]
+
+
+def renewal_s(seconds: float) -> float:
+    """Return when the UTC day of a time ends; both are in seconds since 1970."""
+    return (seconds // DAY_S + 1.0) * DAY_S
 
 
 def day_of(seconds: float, days_before: int = 0) -> str:

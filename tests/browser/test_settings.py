@@ -1,4 +1,4 @@
-"""First screen, settings, queue and display options in the browser."""
+"""First screen, settings and display options in the browser."""
 
 from __future__ import annotations
 
@@ -80,28 +80,6 @@ def test_a_lora_is_chosen_with_its_trigger_words_and_strength(visit: Visitor, sc
     here.set_advanced(steps=4)
     here.paint()
     here.expect_caption("gift 0.5")
-
-
-def test_waiting_requests_are_listed_and_cancelled(visit: Visitor, screenshot: Screenshot) -> None:
-    here = visit()
-    here.set_advanced(steps=400)
-    here.write("prompt", "an owl")
-    here.press("generate")
-    here.until_painting()
-    for number, prompt in enumerate(("a dog", "a cat"), 1):
-        here.field("prompt").fill(prompt)
-        here.field("prompt").press("Enter")
-        here.expect_caption(f"{number} more queued")
-    items = here.part("queue").get_by_role("listitem")
-    expect(items).to_have_count(2)
-    screenshot(here, "queue")
-    here.part("queue").get_by_role("button", name="Cancel a dog").click()
-    expect(items).to_have_count(1)
-    here.part("queue").get_by_role("button", name="Clear the queue").click()
-    expect(items).to_have_count(0)
-    here.press("stop")
-    here.until_rested()
-    expect(here.gallery()).to_have_count(1)
 
 
 def test_dark_mode_is_remembered_and_shortcuts_are_listed(visit: Visitor, screenshot: Screenshot) -> None:

@@ -66,15 +66,3 @@ def test_one_visitor_stops_and_the_other_finishes(
     expect(leaving.gallery()).to_have_count(4)
     screenshot(staying, "the-other-finishes")
     wait_for(lambda: page_server.num_ended("finished") > finished, SOON_S, "the count of those finished")
-
-
-def test_repeated_requests_of_one_visitor_queue_in_the_engine(visit: Visitor, page_server: RunningServer) -> None:
-    here = visit()
-    start(here, 400)  # with 1000 steps the third would exceed a client's share on a slow machine
-    for num_more in (1, 2):
-        here.field("prompt").press("Enter")
-        here.expect_caption(rf"{num_more} more queued")
-        page_server.wait_for_requests(1 + num_more)
-    here.press("stop")
-    here.until_rested()
-    page_server.wait_until_idle(SOON_S)

@@ -11,8 +11,9 @@ import torch
 from diffserve.api.errors import ConfigError, DeviceLost, DiffserveError
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine.image.engine import Engine
+from diffserve.faults import FAULTS_VARIABLE, parse_faults
 from diffserve.runtime import load_model
-from diffserve.runtime.device_health import FAULTS_VARIABLE, DeviceProbe, install_faults, is_sticky, parse_faults
+from diffserve.runtime.device_health import DeviceProbe, install_faults, is_sticky
 from diffserve.settings.config import EngineConfig
 
 STICKY = (
@@ -138,6 +139,11 @@ def test_without_the_variable_nothing_is_wrapped_and_a_wrong_one_is_refused(
     monkeypatch.delenv(FAULTS_VARIABLE, raising=False)
     install_faults(engine.model.unet)
     assert "predict" not in vars(engine.model.unet)
-    for wrong in ("unet.sticky", "unet.melts@3", "unet.hang@0", "vae.hang@1"):
+    monkeypatch.setenv(FAULTS_VARIABLE, "kill.job_added@1")
+    install_faults(engine.model.unet)
+    assert "predict" not in vars(engine.model.unet)
+    with pytest.raises(ConfigError, match="the points are job_inserted, "):
+        parse_faults("kill.lunch@1")
+    for wrong in ("unet.sticky", "unet.melts@3", "unet.hang@0", "vae.hang@1", "kill.job_added"):
         with pytest.raises(ConfigError, match=r"unet\.KIND@CALL"):
             parse_faults(wrong)

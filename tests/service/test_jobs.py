@@ -75,6 +75,11 @@ def test_a_job_with_an_id_of_the_client_is_created_once(server: RunningServer, c
     assert (other.status_code, error_of(other)["code"]) == (409, "job_exists")
     assert until_over(client, "mine-1").attempts == 1
     assert json.loads(client.job_result("mine-1"))["data"]
+    client.put_job("mine_2", GENERATIONS, BODY | {"prompt": "an owl"})
+    assert [(job.id, job.prompt) for job in client.jobs(prefix="mine-").data] == [("mine-1", "a red fox")]
+    assert [job.prompt for job in client.jobs(prefix="mine_").data] == ["an owl"]
+    lists = client.begin_job("/v1/completions", {"model": "none", "prompt": ["a", "b"]})
+    assert client.job(lists.id).prompt is None
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,9 @@ def test_the_environment_key_has_every_scope_and_must_be_long(
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "new"), "DIFFSERVE_SERVE_HOST": "0.0.0.0"})
     monkeypatch.setenv("DIFFSERVE_API_KEY", "short")
     with pytest.raises(Exception, match="DIFFSERVE_API_KEY has 5 characters"):
-        open_ring(open_database(config))
+        open_ring(open_database(config), config.serve)
     monkeypatch.setenv("DIFFSERVE_API_KEY", "0123456789abcdef")
-    check_open(config.serve, open_ring(open_database(config)))
+    check_open(config.serve, open_ring(open_database(config), config.serve))
 
 
 def test_a_chosen_folder_that_cannot_be_created_stops_the_server(

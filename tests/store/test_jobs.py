@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database
 from diffserve.store.database import PageSelection
-from diffserve.store.jobs import CANCELLED_AT_ONCE, KEPT_S, MAX_ATTEMPTS, OVER, UNFINISHED, Job, JobFilter, Jobs, Status
+from diffserve.store.jobs import (
+    CANCELLED_AT_ONCE,
+    KEPT_S,
+    LOCK_CREATED_S,
+    MAX_ATTEMPTS,
+    OVER,
+    UNFINISHED,
+    Job,
+    JobFilter,
+    Jobs,
+    Status,
+)
 from tests.store.conftest import OpenDatabase
 
 PATH = "/v1/images/generations"
@@ -114,6 +126,38 @@ def test_a_job_that_ends_every_server_is_poison(jobs: Jobs) -> None:
     assert (current(jobs).status, current(jobs).error.partition(":")[0]) == ("failed", "poison")
 
 
+def test_a_job_that_has_lost_an_engine_runs_alone(jobs: Jobs) -> None:
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    suspect, other = claim(jobs), claim(jobs)
+    assert jobs.release(suspect, is_engine_lost=True)
+    assert jobs.claim("a", is_idle=False) is None
+    assert jobs.finish(other, "succeeded", (200, b"{}"))
+    assert claim(jobs).number == suspect.number
+
+
+def test_files_that_no_job_needs_are_removed(jobs: Jobs, clock: Clock) -> None:
+    """The files of killed servers: parts, results of lost leases, captured states, and a lock that was not taken."""
+    clock.now_s = time.time()
+    jobs.folder.mkdir()
+    for name in ("one", "two", "three"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    assert jobs.finish(claim(jobs), "succeeded", (200, b"good"))
+    claim(jobs, "dead")
+    jobs.reclaim({"alive"})
+    running = claim(jobs, "alive")
+    needed = {"1-1", "2-2.part", "2-capture-0", "2-capture-0.part", "3-capture-0", "a.lock", "new.new"}
+    for name in (*needed, "1-1.part", "1-capture-0", "1-capture-0.part", "2-1", "2-1.part", "9-1", "9-capture-0"):
+        (jobs.folder / name).write_bytes(b"good")
+    jobs.sweep()
+    assert {path.name for path in jobs.folder.iterdir()} == needed
+    clock.now_s += LOCK_CREATED_S + 1.0
+    assert jobs.cancel("key-1", running.id)
+    jobs.sweep()
+    assert {path.name for path in jobs.folder.iterdir()} == {"1-1", "3-capture-0", "a.lock"}
+    assert jobs.result(current(jobs)) == b"good"
+
+
 def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
     for number in range(5):
         jobs.add("key-1", f"job-{number}", PATH if number else "/v1/embeddings", "{}", 60.0 if number == 3 else DAY_S)
@@ -131,6 +175,8 @@ def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
     assert names(JobFilter(), PageSelection(2, "job-3")) == ["job-2", "job-1"]
     assert names(JobFilter(("queued",)), PageSelection(9, order="asc")) == ["job-1", "job-2", "job-4"]
     assert names(JobFilter(("failed", "queued"), "/v1/embeddings"), PageSelection(9)) == ["job-0"]
+    assert names(JobFilter(prefix="job-4"), PageSelection(9)) == ["job-4"]
+    assert names(JobFilter(prefix="Job_"), PageSelection(9)) == []
     failed = current(jobs, "job-0")
     jobs.delete(failed)
     assert (jobs.get("key-1", "job-0"), list(jobs.folder.iterdir())) == (None, [])
@@ -322,3 +368,27 @@ def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clo
         assert found.attempts >= 0
         assert jobs.positions([job.number]) == ({job.number: 1} if status == "queued" else {})
     jobs.cancel("key-1", name)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_jump_of_the_clock_neither_expires_nor_repeats_nor_loses_jobs(
+    open_database: OpenDatabase, clock: Clock, jump_s: float
+) -> None:
+    jobs, other = Jobs(open_database(), clock), Jobs(open_database(), Clock())
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    first = claim(jobs)
+    clock.now_s += jump_s
+    jobs.sweep()
+    assert [jobs.reclaim({"a", "b"}), other.reclaim({"a", "b"})] == [[], []], "leases belong to processes, not to times"
+    second = claim(other, "b")
+    assert (first.id, second.id, jobs.claim("a"), other.claim("b")) == ("one", "two", None, None)
+    clock.now_s -= jump_s
+    jobs.sweep()
+    assert jobs.finish(first, "succeeded", (200, b"1"))
+    assert other.finish(second, "succeeded", (200, b"2"))
+    assert not other.finish(first, "failed")
+    assert [(job.id, job.status, job.attempts) for job in (current(jobs), current(jobs, "two"))] == [
+        ("one", "succeeded", 1),
+        ("two", "succeeded", 1),
+    ]

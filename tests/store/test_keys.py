@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.service.http.keys import KeyRing
 from diffserve.store import Database, Keys
 from diffserve.store.database import FILE
-from diffserve.store.keys import digest_of
+from diffserve.store.keys import digest_of, user_id
 from tests.store.conftest import OpenDatabase
 
 
@@ -95,3 +96,41 @@ def test_the_command_line_creates_lists_and_revokes_keys(tmp_path: Path) -> None
     assert run("revoke", "app").returncode == 0
     second_revoke = run("revoke", "app")
     assert (second_revoke.returncode, second_revoke.stderr.count("\n")) == (2, 1)
+
+
+def test_quotas_can_be_changed_and_change_the_mark(open_database: OpenDatabase) -> None:
+    keys, other = Keys(open_database()), Keys(open_database())
+    keys.add("app", images_per_day=5, device_seconds_per_day=1.5)
+    mark = other.mark()
+    changed = keys.change_quotas("app", images_per_day=0)
+    assert other.all() == [changed]
+    assert (changed.images_per_day, changed.device_seconds_per_day, other.mark() != mark) == (0, 1.5, True)
+    with pytest.raises(InvalidRequest, match=r"images-per-day must be between 0 .no quota. and 1000000000, got -1"):
+        keys.change_quotas("app", images_per_day=-1)
+    with pytest.raises(InvalidRequest, match="there is no active key 'none'"):
+        keys.change_quotas("none", images_per_day=1)
+
+
+def test_a_user_is_blocked_and_admitted_again_whatever_the_clock_says(open_database: OpenDatabase) -> None:
+    database, now_s = open_database(), 1e9
+    keys = Keys(database, clock=lambda: now_s)
+    ring = KeyRing(database, has_users=True, user_limits={"images_per_day": 7})
+    name = user_id("alice smith")
+
+    def images_of() -> int | None:
+        ring._looked_s = 0.0  # look again at once
+        ring.look()
+        key = ring.by_id(name)
+        return None if key is None else key.images_per_day
+
+    assert images_of() == 7
+    keys.add("alice smith", images_per_day=3, is_user=True)
+    assert images_of() == 3
+    with pytest.raises(InvalidRequest, match="change its limits with diffserve keys set user:alice smith"):
+        keys.add("alice smith", is_user=True)
+    now_s -= 3600.0
+    keys.revoke("user:alice smith")
+    assert images_of() is None
+    now_s -= 3600.0
+    keys.add("alice smith", device_seconds_per_day=5, is_user=True)
+    assert images_of() == 7

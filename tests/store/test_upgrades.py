@@ -27,6 +27,9 @@ from tests.store.conftest import OpenDatabase
 from tests.store.old_schemas import MIGRATIONS, create_old_database
 
 FIRST = PageSelection(10)
+NEW_TABLES = ("webhook_endpoints", "deliveries")
+ADDED_COLUMNS = {"keys": ("images_per_day", "device_seconds_per_day", "num_changes"), "usage": ("device_s",)}
+"""Columns that later revisions than the first have added."""
 
 
 def structure(file: Path) -> list[object]:
@@ -59,7 +62,8 @@ def test_every_old_database_keeps_its_rows(tmp_path: Path, version: int) -> None
             name: connection.execute(select(func.count()).select_from(table)).scalar_one()
             for name, table in metadata.tables.items()
         }
-    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5, "jobs": 7}
+    first_versions = {"keys": 1, "secrets": 1, "ended_sessions": 4, "experiments": 5}
+    first_versions |= dict.fromkeys(("jobs", *NEW_TABLES), 7)
     assert num_rows == {name: int(version >= first_versions.get(name, 2)) for name in metadata.tables}
     with closing(sqlite3.connect(tmp_path / f"{FILE}.version-{version}")) as backup:
         assert backup.execute("PRAGMA user_version").fetchone() == (version,)
@@ -104,7 +108,11 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
     create_old_database(tmp_path, len(MIGRATIONS))
     Database(tmp_path)
     with closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:  # as revision 0001 left it
-        connection.execute("DROP TABLE jobs")
+        for table in ("jobs", *NEW_TABLES):
+            connection.execute(f"DROP TABLE {table}")
+        for table, columns in ADDED_COLUMNS.items():
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
         connection.execute("PRAGMA user_version = 6")
     assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]

@@ -16,7 +16,7 @@ from diffserve.api.errors import EngineUnavailable
 from diffserve.media.images import decode_image
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.gradio_request import Request
-from ui.captions import ASK, EARLY, EVERY, OLDER, STOPPING
+from ui.captions import ASK, EARLY, OLDER, STOPPING
 from ui.create.adapters import AdapterHandlers
 from ui.create.handlers import CreateHandlers, settings_of
 from ui.create.view import OF_PICTURE, PARTS, Screen
@@ -78,9 +78,16 @@ class Page:
         handler = {"favorite": self._events.favorite, "delete": self._events.delete}[name]
         self.apply(await handler({"path": self.shown["picture"]}, Request()))  # type: ignore[arg-type]
 
-    async def cancel(self, number: object) -> str:
-        """Press a button of the queue and return what is left of it."""
-        return await self._events.cancel(gr.EventData(None, {"number": number}), Request())  # type: ignore[arg-type]
+    async def act(self, action: object, job: object = "") -> str:
+        """Press a button of the queue and return what it lists then."""
+        event = gr.EventData(None, {"action": action, "job": job})
+        self.apply(await self._events.queue.act(event, Request()))  # type: ignore[arg-type]
+        return str(self.shown["queue"])
+
+    async def look_at_queue(self) -> str:
+        """Let the timer of the queue fire and return what it lists then."""
+        self.apply(await self._events.queue.look(Request()))  # type: ignore[arg-type]
+        return str(self.shown["queue"])
 
     async def validate(self, **fields: Any) -> dict[str, str]:
         """Return the message at each invalid field, as Generate shows it."""
@@ -135,18 +142,20 @@ def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
         await page.until(painting, lambda: "step " in page.caption)
         assert message not in page.caption
         await page.finish(page.ask(**fields))
+        async with asyncio.timeout(SOON_S):
+            while message not in page.caption:  # a sampler is checked when the job begins
+                await page.look_at_queue()
         assert 'role="alert"' in page.caption
-        assert message in page.caption
         await page.until(painting, lambda: re.search(rf"step \d+ of {LONG}", page.caption))
         assert message in page.caption
         another = page.ask(steps=LONG, seed="4")
-        await page.look(another)
-        requests = page.visitors.of(Request.session_hash).paintings
-        await page.until(painting, lambda: "1 more queued" in page.caption and all(each.slowest for each in requests))
+        await page.finish(another)
+        await page.until(painting, lambda: "1 more queued" in page.caption)
         assert message not in page.caption
+        await page.act("clear")
+        assert await page.act("clear-finished") == ""
         page.stop()
         await page.finish(painting)
-        await page.finish(another)
         assert "Stopped" in page.caption
         assert OLDER not in page.caption
 
@@ -330,22 +339,56 @@ def test_a_favorite_is_marked_in_the_history_and_a_deleted_image_leaves_it(serve
     tell(server, story)
 
 
-def test_waiting_requests_are_listed_and_cancelled_alone_or_together(server: RunningServer) -> None:
+def test_waiting_requests_are_jobs_that_are_listed_and_cancelled_alone_or_together(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         first = page.ask(steps=LONG)
         await page.until(first, lambda: "step " in page.caption)
         for prompt in ("<i>an owl", "a dog", "a cat"):
-            await page.look(page.ask(prompt=prompt, steps=LONG, seed="9"))
-        await page.until(first, lambda: page.shown.get("queue", "").count("<li>") == 3)
+            await page.finish(page.ask(prompt=prompt, steps=LONG, seed="9"))
+        assert page.shown["queue"].count("<li>") == 3
         assert "&lt;i&gt;an owl" in page.shown["queue"]
-        [number, *_] = re.findall(r'data-cancel="([1-9]\d*)"', page.shown["queue"])
-        for odd in (None, "1", 10**9, [1]):
-            assert (await page.cancel(odd)).count("<li>") == 3
-        assert "an owl" not in await page.cancel(int(number))
-        assert await page.cancel(EVERY) == ""
+        [job, *_] = re.findall(r'data-action="cancel" data-job="([\w-]+)"', page.shown["queue"])
+        for odd in (None, 1, [1], "", "none", "../files", "a/b?c"):
+            assert (await page.act("cancel", odd)).count("<li>") == 3
+        for odd in (None, 7, "explode"):
+            assert (await page.act(odd, job)).count("<li>") == 3
+        assert "an owl" not in await page.act("cancel", job)
+        assert await page.act("clear") == ""
         assert len(page.visitors.of(Request.session_hash).paintings) == 1
         page.stop()
         await page.finish(first)
+
+    tell(server, story)
+
+
+def test_images_of_a_job_are_shown_once_and_again_on_request(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        first = page.ask(steps=LONG)
+        await page.until(first, lambda: "step " in page.caption)
+        await page.finish(page.ask(prompt="a dog", count=2, steps="3", seed="9"))
+        page.stop()
+        await page.finish(first)
+        visitor = page.visitors.of(Request.session_hash)
+        num_before = len(visitor.pictures)
+        async with asyncio.timeout(SOON_S):
+            while "Finished" not in await page.look_at_queue():
+                await asyncio.sleep(0.1)
+        assert re.search("2 images, 3 steps, .*seeds 9, 10", page.caption)
+        assert "data-open" not in await page.look_at_queue()
+        assert len(visitor.pictures) == num_before + 2
+        page.shown["caption"] = ""
+        [job] = re.findall(r'data-action="show" data-job="([\w-]+)"', page.shown["queue"])
+        await page.act("show", job)
+        assert "seeds 9, 10" in page.caption
+        visitor.pictures.clear()
+        await page.act("show", job)
+        assert [picture.seed for picture in visitor.pictures] == [10, 9]
+        assert {picture.history_id for picture in visitor.pictures} != {""}
+        await page.act("retry", job)
+        assert "only a job that failed" in page.caption
+        await page.act("show", "page-none")
+        assert "no job" in page.caption
+        assert await page.act("clear-finished") == ""
 
     tell(server, story)
 

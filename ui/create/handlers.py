@@ -28,12 +28,13 @@ from ui.create.parameters import (
     infotext_of,
     order_of,
 )
+from ui.create.queue import Queue
 from ui.create.rewriting import rewritten
 from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
 from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
-from ui.events import PRIVATE, SILENT, called_with, event_value
+from ui.events import PRIVATE, SILENT, called_with
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -56,6 +57,7 @@ class CreateHandlers:
         self._server = server
         self._visitors = visitors
         self._tab = tab
+        self.queue = Queue(server, visitors)
 
     def connect(self) -> None:
         """Bind all events; call it inside the page's context."""
@@ -74,7 +76,7 @@ class CreateHandlers:
             validator=self.validate,
         )
         showing.stop.click(self.stop, **PRIVATE)
-        showing.queue.click(self.cancel, None, showing.queue, **PRIVATE)
+        self.queue.connect(tab)
         showing.gallery.select(self.look_back, outputs=list(showing), **PRIVATE)
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
@@ -160,6 +162,16 @@ class CreateHandlers:
                 prompt = state.prompt if state.is_done else wish
                 yield screen.draw(caption=captions.status(REWRITING), **shown_rewrite(visitor, wish, state))
             request_form = msgspec.structs.replace(request_form, prompt=prompt)
+        if visitor.is_busy and isinstance(request_form, CheckedForm) and not _is_script(request):
+            try:
+                is_queued = await self.queue.add(visitor, request_form, start)
+            except DiffserveError as error:
+                visitor.trouble = sentence(error)
+                yield screen.draw(caption=captions.status(visitor.trouble, is_error=True))
+                return
+            if is_queued:
+                yield screen.draw(**await self.queue.shown(visitor))
+                return
         async for update in follow(visitor, visitor.paint(self._server, request_form, start), screen):
             yield update
 
@@ -180,7 +192,7 @@ class CreateHandlers:
         """
         *values, marks, request = arguments
         results = [gr.validate(True, "")] * (len(values) + 1)
-        if request.headers.get("x-gradio-user") == "api":
+        if _is_script(request):
             return results
         try:
             form = Form.of(values)
@@ -196,16 +208,6 @@ class CreateHandlers:
         except DiffserveError:
             return results  # reported by ``generate``, which waits for the models
         return results
-
-    async def cancel(self, event: gr.EventData, request: gr.Request) -> str:
-        """Cancel a waiting request, or all of them, and return the rest of the queue."""
-        visitor = self._visitors.of(request.session_hash)
-        number = event_value(event, "number")
-        for painting in visitor.paintings[1:]:
-            if number in (painting.number, captions.EVERY):
-                painting.stop()
-                await painting.wait()
-        return captions.queue_list(visitor.paintings[1:])
 
     async def look_back(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show an image of the gallery."""
@@ -245,6 +247,8 @@ class CreateHandlers:
         try:
             if chosen.history_id:
                 await self._server.client.forget(chosen.history_id)
+            if chosen.job:
+                await self._server.client.delete_job(chosen.job)
         except DiffserveError as error:
             return Screen().draw(caption=captions.status(sentence(error), is_error=True))
         visitor.replace(chosen, None)
@@ -314,6 +318,11 @@ class CreateHandlers:
     async def look_at_start(self, request: gr.Request) -> list[Update]:
         """Hide the image to edit if the loaded settings do not use one."""
         return still_shown(self._visitors.of(request.session_hash).start)
+
+
+def _is_script(request: gr.Request) -> bool:
+    """Return whether gradio's client sent ``request``, which waits for the images and shows no messages."""
+    return bool(request.headers.get("x-gradio-user") == "api")
 
 
 def _read_if_present(file: Path | None) -> bytes | None:

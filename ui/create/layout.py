@@ -75,7 +75,7 @@ def lay_out() -> CreateTab:
             groups = settings.lay_out()
         with gr.Column(elem_id="show"):
             caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
-            queue = gr.HTML(label="Queue", elem_id="queue", js_on_load=_TRIGGER_CANCEL)
+            queue = gr.HTML(label="Queue", elem_id="queue", js_on_load=_QUEUE_EVENTS)
             example_buttons = examples.lay_out()
             shown = _show()
     fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **groups.fields)
@@ -94,11 +94,15 @@ def lay_out() -> CreateTab:
     return CreateTab(fields, groups, wording, showing, palette_panel, example_buttons, token, was_lost, was_edit)
 
 
-_TRIGGER_CANCEL: Final = """element.addEventListener('click', (event) => {
-    const button = event.target.closest('[data-cancel]');
-    if (button) trigger('click', { number: Number(button.dataset.cancel) });
-});"""
-"""Reports which request of the queue is cancelled."""
+_QUEUE_EVENTS: Final = """element.addEventListener('click', (event) => {
+    const button = event.target.closest('[data-action]');
+    if (button) trigger('click', { action: button.dataset.action, job: button.dataset.job });
+});
+setInterval(() => {
+    const isLost = document.documentElement.classList.contains('lost');
+    if (element.querySelector('[data-open]') && !document.hidden && !isLost) trigger('tick');
+}, 1500);"""
+"""Reports the buttons of the queue, and asks for its state while a job is unfinished and the page is visible."""
 
 
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -82,6 +82,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
         stopped: "step 5 of 20" if it was stopped there and is not finished.
         history_id: The ID of its history entry, empty if the server keeps no history.
         is_favorite: Whether it is marked as a favorite.
+        job: The ID of the job that generated it, empty if it was streamed.
     """
 
     path: Path
@@ -98,6 +99,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     stopped: str = ""
     history_id: str = ""
     is_favorite: bool = False
+    job: str = ""
 
     @property
     def facts(self) -> str:
@@ -117,7 +119,6 @@ class Painting:
         request: A checked form, or a form that is checked once the capabilities of the models are known.
         is_early: Whether it waits for the models.
         shut_out: Why the server refuses it for now, empty if it does not; it is retried.
-        number: Its number among the requests of the visitor.
         pictures: The finished images in order.
         preview: The file of the newest preview, None before the first.
         error: Why it failed, for the user.
@@ -129,10 +130,8 @@ class Painting:
         request: CheckedForm | Form,
         changed: Callable[[FinishedPicture | None], None],
         start: StartFile | None = None,
-        number: int = 0,
     ) -> None:
         self.request = request
-        self.number = number
         self._start = start
         self.is_early = False
         self.shut_out = ""
@@ -271,10 +270,7 @@ class Painting:
         client, start = self._server.client, self._start
         if start is None:
             return client.generate_stream(request.prompt, **request.fields)
-        try:
-            picture = await asyncio.to_thread(start.path.read_bytes)
-        except OSError:
-            raise InvalidRequest("The image to edit no longer exists; choose it again.", param="image") from None
+        picture = await asyncio.to_thread(start.read)
         strength = {} if start.strength is None else {"strength": start.strength}
         fields = cast(StreamedEditFields, {**request.fields, **strength})
         return client.edit_stream(request.prompt, picture, start.mask, **fields)
@@ -289,10 +285,14 @@ class Painting:
                 self.queue_position = None
                 self._progress[event.image_index or 0] = event
             case PartialImage():
-                self.preview = await self._file(event.file, f"preview-{event.step}.{event.output_format}")
+                name = f"preview-{event.step}.{event.output_format}"
+                self.preview = await asyncio.to_thread(self._server.files.write, event.file, name)
             case CompletedImage():
                 self._done.add(event.image_index)
-                picture = await self._picture(event)
+                assert isinstance(self.request, CheckedForm), "only a checked form is painted"
+                picture = await finished_picture(
+                    self._server, event, self.request.prompt, self.request.rewrites, told(self.request.fields)
+                )
                 self.pictures = sorted([*self.pictures, picture], key=lambda each: each.number)
                 self._changed(picture)
                 return
@@ -301,44 +301,58 @@ class Painting:
                 self._lost.setdefault(event.failure.message, []).append(event.image_index)
         self._changed(None)
 
-    async def _picture(self, event: CompletedImage) -> FinishedPicture:
-        assert isinstance(self.request, CheckedForm), "only an order is painted"
-        prompt = event.revised_prompt or self.request.prompt
-        infotext, sampler = await asyncio.to_thread(_read_parameters, event.file)
-        seeds = seeds_named(event.seed, event.variation_seed)
-        num_steps = await asyncio.to_thread(_interrupted_after, infotext)
-        path = await self._file(event.file, f"{prompt[:40]}-{seeds}.{event.output_format}")
-        sampler = sampler or event.sampler
-        steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
-        return FinishedPicture(
-            path=path,
-            seed=event.seed,
-            prompt=prompt,
-            wish=self.request.prompt,
-            rewrites=self.request.rewrites,
-            infotext=infotext,
-            warnings=event.warnings,
-            settings=", ".join(
-                (
-                    steps,
-                    sampler,
-                    f"guidance {event.guidance_scale:g}",
-                    event.size,
-                    *map(_lora_label, event.loras),
-                    *(f"reference {reference.name} {reference.scale:g}" for reference in event.references),
-                    *(() if event.strength is None else (f"strength {event.strength:g}",)),
-                    *told(self.request.fields),
-                )
-            ),
-            number=event.image_index,
-            begun="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
-            variation_seed=event.variation_seed,
-            history_id=event.history_id or "",
-            stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",
-        )
 
-    async def _file(self, data: bytes, name: str) -> Path:
-        return await asyncio.to_thread(self._server.files.write, data, name)
+async def finished_picture(
+    server: Server, event: CompletedImage, wish: str, rewrites: bool, told_fields: Iterable[str] = (), job: str = ""
+) -> FinishedPicture:
+    """Write the file of a finished image.
+
+    Args:
+        server: The server that generated it; its ``files`` store the image.
+        event: The image with its parameters.
+        wish: The prompt of the request.
+        rewrites: Whether the prompt was to be rewritten first.
+        told_fields: Descriptions of other fields of the request, such as "clip skip 2".
+        job: The ID of the job that generated it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    prompt = event.revised_prompt or wish
+    infotext, sampler = await asyncio.to_thread(_read_parameters, event.file)
+    seeds = seeds_named(event.seed, event.variation_seed)
+    num_steps = await asyncio.to_thread(_interrupted_after, infotext)
+    name = f"{prompt[:40]}-{seeds}.{event.output_format}"
+    path = await asyncio.to_thread(server.files.write, event.file, name)
+    sampler = sampler or event.sampler
+    steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
+    return FinishedPicture(
+        path=path,
+        seed=event.seed,
+        prompt=prompt,
+        wish=wish,
+        rewrites=rewrites,
+        infotext=infotext,
+        warnings=event.warnings,
+        settings=", ".join(
+            (
+                steps,
+                sampler,
+                f"guidance {event.guidance_scale:g}",
+                event.size,
+                *map(_lora_label, event.loras),
+                *(f"reference {reference.name} {reference.scale:g}" for reference in event.references),
+                *(() if event.strength is None else (f"strength {event.strength:g}",)),
+                *told_fields,
+            )
+        ),
+        number=event.image_index,
+        begun="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
+        variation_seed=event.variation_seed,
+        history_id=event.history_id or "",
+        stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",
+        job=job,
+    )
 
 
 def _origin_text(similarity: float, skipped_steps: int) -> str:

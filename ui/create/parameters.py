@@ -148,6 +148,13 @@ class StartFile(msgspec.Struct, frozen=True, kw_only=True):
     mask: bytes | None = None
     strength: float | None = None
 
+    def read(self) -> bytes:
+        """Return the contents of the image file. Raises InvalidRequest if it is missing."""
+        try:
+            return self.path.read_bytes()
+        except OSError:
+            raise InvalidRequest("The image to edit no longer exists; choose it again.", param="image") from None
+
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
     """Request of a checked form: the prompt, the other fields, and whether the prompt is rewritten."""

@@ -88,7 +88,7 @@ def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dic
 async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:
     """Yield updates that restore a reloaded page and follow its open requests."""
     screen, going = Screen(), list(visitor.paintings)
-    shown_before = {"gallery": _gallery(visitor), **_latest(visitor)} if visitor.pictures else {}
+    shown_before = shown_with_facts(visitor, visitor.latest or visitor.pictures[:1]) if visitor.pictures else {}
     if visitor.trouble is not None and not going:
         shown_before["caption"] = captions.status(visitor.trouble, is_error=True)
     yield screen.draw(**shown_before)  # a generator that yields nothing would empty everything
@@ -116,9 +116,8 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     if not paintings or paintings[0] is not painting:
         return {}
     parts = {
-        "caption": captions.caption_of(painting, len(paintings) - 1, visitor.trouble),
+        "caption": captions.caption_of(painting, len(paintings) - 1 + len(visitor.expected), visitor.trouble),
         "gallery": _gallery(visitor),
-        "queue": captions.queue_list(paintings[1:]),
         **_buttons(is_busy=True),
     }
     if painting.preview is not None:
@@ -133,7 +132,6 @@ def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     parts = {
         "caption": captions.caption_of(painting, trouble=visitor.trouble, shows_older=shows_older),
         "gallery": _gallery(visitor),
-        "queue": captions.queue_list(visitor.paintings[1:]),
         **_buttons(visitor.is_busy),
     }
     if painting.pictures:
@@ -153,13 +151,13 @@ def remaining(visitor: Visitor) -> dict[str, Update]:
     return shown_unfinished(None) | {"gallery": _gallery(visitor), "caption": captions.status(captions.READY)}
 
 
-def _latest(visitor: Visitor) -> dict[str, Update]:
-    """Return the values that show the images of the last request, or the newest image."""
-    together, newest = visitor.latest, visitor.pictures[0]
-    if len(together) > 1:
-        caption = captions.status(captions.batch_facts(together), notes=together[-1].warnings)
-        return shown_together(visitor, together) | {"caption": caption}
-    return shown(newest) | {"caption": captions.picture_caption(newest)}
+def shown_with_facts(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dict[str, Update]:
+    """Return the values that show ``pictures`` of one request with their parameters, and the gallery."""
+    if len(pictures) > 1:
+        caption = captions.status(captions.batch_facts(pictures), notes=pictures[-1].warnings)
+    else:
+        caption = captions.picture_caption(pictures[0])
+    return shown_together(visitor, pictures) | {"caption": caption, "gallery": _gallery(visitor)}
 
 
 def shown_newest(visitor: Visitor) -> dict[str, Update]:

@@ -24,7 +24,7 @@ from diffserve.cli.batch.painters import LinePainter, PaintedFile, ReportProgres
 from diffserve.cli.generate import EXIT_FAILED, note
 from diffserve.client import ServerLost, ServerUnreachable
 
-FATAL_CODES: Final = frozenset({"invalid_api_key", "insufficient_permissions"})
+FATAL_CODES: Final = frozenset({"invalid_api_key", "insufficient_permissions", "insufficient_quota"})
 INVALID_JSON: Final = "invalid_json"
 MAX_CONCURRENCY: Final = 64
 MAX_ERRORS_SHOWN: Final = 20

@@ -82,18 +82,46 @@ keys_app = typer.Typer(
 @with_settings("data_dir", "config")
 def add_key(
     *,
-    name: Annotated[str, typer.Argument(help="Name of the key.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name of the key, or of the user.", metavar="NAME")],
     scope: Annotated[
         list[str] | None, typer.Option(help="Scope: generate (default), metrics or admin; repeatable.")
     ] = None,
     rate: Annotated[int | None, typer.Option(help="Limit generation requests per minute.")] = None,
     share: Annotated[float, typer.Option(help="Weight of this key when requests of several keys compete.")] = 1.0,
+    images_per_day: Annotated[
+        int | None, typer.Option(help="Quota of images per UTC day; 0: no quota.", metavar="N")
+    ] = None,
+    device_seconds_per_day: Annotated[
+        float | None, typer.Option(help="Quota of seconds of device time per UTC day; 0: no quota.", metavar="S")
+    ] = None,
+    user: Annotated[
+        bool, typer.Option("--user", help="Set the limits of a user that a proxy names; there is no key.")
+    ] = False,
     settings: SettingsOptions,
 ) -> int:
-    """Create a key and print it once."""
+    """Create a key and print it once, or set the limits of a user (``[serve] trusted_user_header``)."""
     from diffserve.cli.keys import add
 
-    return add(settings.load(), name, scope or [], rate, share)
+    return add(settings.load(), name, scope or [], rate, share, images_per_day, device_seconds_per_day, is_user=user)
+
+
+@keys_app.command("set")
+@with_settings("data_dir", "config")
+def set_key(
+    *,
+    name: Annotated[str, typer.Argument(help="Name or id of the key; user:NAME for a user.", metavar="NAME")],
+    images_per_day: Annotated[
+        int | None, typer.Option(help="Quota of images per UTC day; 0: no quota.", metavar="N")
+    ] = None,
+    device_seconds_per_day: Annotated[
+        float | None, typer.Option(help="Quota of seconds of device time per UTC day; 0: no quota.", metavar="S")
+    ] = None,
+    settings: SettingsOptions,
+) -> int:
+    """Change the quotas of a key. A running server applies this within a second."""
+    from diffserve.cli.keys import change
+
+    return change(settings.load(), name, images_per_day, device_seconds_per_day)
 
 
 @keys_app.command("list")

@@ -48,6 +48,11 @@ class A1111Plan(RequestPlan, frozen=True, kw_only=True):
     body: Txt2ImgBody
 
     @property
+    def num_images(self) -> int:
+        """Number of images that the request makes, for the quota of its key."""
+        return self.images.num_images
+
+    @property
     def headers(self) -> dict[str, str]:
         """The header that names the marks of the images."""
         return self.images.headers

@@ -8,6 +8,7 @@ import os
 from itertools import count
 from pathlib import Path
 
+from diffserve.faults import reach
 from diffserve.service.threads import FILES
 
 log = logging.getLogger("diffserve.jobs")
@@ -21,15 +22,18 @@ class CaptureFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = path.with_name(f"{path.name}.part")
         self._pending: bytes | None = None
         self._writing: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes | None:
         """Return the stored state; None if there is none."""
         try:
-            return await FILES.run(self._path.read_bytes)
+            data = await FILES.run(self._path.read_bytes)
         except OSError:
             return None
+        reach("capture_read")
+        return data
 
     def keep(self, data: bytes) -> None:
         """Write ``data`` in the background; states that arrive during a write replace each other."""
@@ -52,10 +56,16 @@ class CaptureFile:
 
     def _replace(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = self._path.with_name(f"{self._path.name}.part")
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
-        part.replace(self._path)
+        reach("capture_written")
+        self._part.replace(self._path)
+        reach("capture_renamed")
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self._path.unlink(missing_ok=True)
+        self._part.unlink(missing_ok=True)
 
 
 class CaptureFiles:
@@ -83,10 +93,8 @@ class CaptureFiles:
         await asyncio.gather(*(file.settle() for file in self._files))
 
     async def remove(self) -> None:
-        """Delete all files of the job."""
+        """Delete the files of this attempt, with what earlier ones have left of them."""
         await self.settle()
-        await FILES.run(self._remove)
-
-    def _remove(self) -> None:
-        for path in self._folder.glob(f"{self._prefix}*"):
-            path.unlink(missing_ok=True)
+        for file in self._files:
+            await FILES.run(file.remove)
+        reach("captures_removed")

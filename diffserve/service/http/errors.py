@@ -26,6 +26,7 @@ from diffserve.api.errors import (
     ModelLoadError,
     ModerationBlocked,
     QueueFull,
+    QuotaExceeded,
 )
 from diffserve.api.types import Failed, ImageFailed
 from diffserve.service.http.bodies import show
@@ -104,6 +105,10 @@ def reply_to(error: Exception) -> ErrorReply:
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | DeadlineUnreachable | HttpError) and error.retry_after_s is not None:
         headers |= _retry_after_headers(error.retry_after_s)
+    elif isinstance(error, QuotaExceeded):
+        headers["x-should-retry"] = "false"
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # hours: not bounded, as others are
     elif isinstance(error, EngineUnavailable):
         headers |= _retry_after_headers(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     elif status >= 500 or isinstance(error, DeadlineUnreachable):

@@ -16,10 +16,11 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
+import msgspec
 from cachetools import LRUCache
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
@@ -29,11 +30,11 @@ from diffserve.api.errors import QueueFull
 from diffserve.client.on_behalf import HEADER, asker_in, own_key
 from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.errors import HttpError, reply_for
-from diffserve.service.http.proxied_users import USER_PREFIX, proxied_user, user_id
+from diffserve.service.http.proxied_users import proxied_user
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
 from diffserve.store.database import Database
 from diffserve.store.errors import StoreError
-from diffserve.store.keys import Key, Keys, digest_of
+from diffserve.store.keys import USER_ID_PREFIX, Key, Keys, digest_of, user_id
 from diffserve.store.keys import Scope as KeyScope
 
 LOGIN: Final = "/login"
@@ -62,6 +63,7 @@ class KeyRing:
         env_key: A key from the environment, with all permissions.
         has_users: Whether a proxy authenticates users; requests without a user then need a key.
         clock: Returns the time in seconds since 1970.
+        user_limits: The defaults of a user: values of ``Key``, such as ``images_per_day``.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class KeyRing:
         clock: Callable[[], float] = time.time,
         *,
         has_users: bool = False,
+        user_limits: Mapping[str, float] | None = None,
     ) -> None:
+        self._user_limits = dict(user_limits or {})
         self._database = database
         self._keys = Keys(database)
         self._env_digest = digest_of(env_key) if env_key else b""
@@ -156,9 +160,11 @@ class KeyRing:
     def by_id(self, name: str) -> Key | None:
         """Return the valid key with this ID, or None. A user without limits of its own has the defaults."""
         stored = next((key for key in self._good.values() if key.id == name), None)
-        if stored is None and self._has_users and name.startswith(USER_PREFIX) and name not in self._revoked:
-            return Key(id=name, name=name, digest=b"", scopes=("generate",), created_s=0.0)
-        return stored
+        if not name.startswith(USER_ID_PREFIX) or not self._has_users or name in self._revoked:
+            return stored
+        user = stored or Key(id=name, name=name, digest=b"", scopes=("generate",), created_s=0.0)
+        unset = {field: value for field, value in self._user_limits.items() if getattr(user, field) is None}
+        return msgspec.structs.replace(user, **unset)
 
     def _signed(self, claims: str, key: Key) -> str:
         return hmac.new(self._secret, claims.encode() + key.digest, hashlib.sha256).hexdigest()

@@ -36,7 +36,7 @@ STATUS_TEXTS: Final = {
     413: "The body is too long.",
     415: "The body is compressed or not declared as JSON.",
     422: "The Idempotency-Key belongs to another request.",
-    429: "The queue is full or the key's rate limit is reached; `Retry-After` says when to retry.",
+    429: "The queue is full, or the key's rate limit or daily quota is reached; `Retry-After` says when to retry.",
     499: "The request was cancelled by its ID.",
     500: "Internal error; the server's log has the `x-request-id` of this response.",
     503: "The engine is loading or restarting; `Retry-After` says when to retry.",
@@ -168,7 +168,10 @@ def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> No
         content = {"application/json": {"schema": {"$ref": REFS.format(model=model.__name__)}}}
         response: dict[str, Any] = {"description": describe_status(status), "content": content}
         if status in (429, 503):
-            retry_after = {"description": "Seconds, at most 60.", "schema": {"type": "integer"}}
+            retry_after = {
+                "description": "Seconds: at most 60, or until the quota renews.",
+                "schema": {"type": "integer"},
+            }
             response["headers"] = {"Retry-After": retry_after}
         responses[str(status)] = response | responses.get(str(status), {})
     if "200" in responses:

@@ -26,7 +26,7 @@ MOST_NAMED: Final = 5
 """Number of allowed hosts that a message names."""
 
 CHUNK_BYTES: Final = 65536
-_URL: Final = re.compile(r"https://[A-Za-z0-9.\-\[\]:]{1,260}(?:[/?][!#-;=?-Z\[\]_a-z|~]{0,2000})?", re.ASCII)
+_URL: Final = re.compile(r"https://[A-Za-z0-9.\-\[\]:]{1,260}(?:[/?][!#-;=?-Z\[\]_a-z|~]{0,4000})?", re.ASCII)
 _NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

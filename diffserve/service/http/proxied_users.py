@@ -6,22 +6,15 @@ header is believed only if the connection comes from one of ``trusted_proxies``,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diffserve.service.http.errors import HttpError, reply_for
+from diffserve.store.keys import MAX_USER_CHARS
 
 STATE: Final = "proxied_user"
-USER_PREFIX: Final = "user-"
-MAX_NAME_CHARS: Final = 256
-
-
-def user_id(name: str) -> str:
-    """Return the key ID of a user: a digest, so that names do not appear in logs and file names."""
-    return f"{USER_PREFIX}{hashlib.sha256(name.encode()).hexdigest()[:24]}"
 
 
 def proxied_user(scope: Scope) -> str:
@@ -64,8 +57,8 @@ class ProxiedUsers:
             name = values[0].decode().strip() if values else ""
         except UnicodeDecodeError:
             raise self._refused("is not UTF-8") from None
-        if len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise self._refused(f"must have at most {MAX_NAME_CHARS} printable characters")
+        if len(name) > MAX_USER_CHARS or not name.isprintable():
+            raise self._refused(f"must have at most {MAX_USER_CHARS} printable characters")
         return name
 
     def _refused(self, reason: str) -> HttpError:

@@ -79,6 +79,11 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
     capture_file: CaptureFile | None = None
 
     @property
+    def num_images(self) -> int:
+        """Number of images that the request makes, for the quota of its key."""
+        return self.request.num_images
+
+    @property
     def num_pixels(self) -> int:
         """Pixels of a delivered image."""
         return self.size.width_px * self.size.height_px

@@ -163,6 +163,11 @@ class UpscalePlan(RequestPlan, frozen=True, kw_only=True):
     history: HistoryWriter | None = None
 
     @property
+    def num_images(self) -> int:
+        """Number of images that the request makes, for the quota of its key."""
+        return len(self.jobs)
+
+    @property
     def headers(self) -> dict[str, str]:
         """The header that names the marks of the images; none if no image is marked."""
         return {HEADER: self.marks.header} if any(job.kind is not None for job in self.jobs) else {}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import Any, Final
@@ -69,7 +69,8 @@ from diffserve.service.responses.response_plan import (
 from diffserve.service.responses.response_store import MAX_BYTES, EventLog, ResponseStore, StoredResponse, replay
 from diffserve.service.responses.schemas import ResponseBody, Tool
 from diffserve.service.responses.turns import Turn, items_of, merge_warnings, page_of, prompt_of, read_turns
-from diffserve.service.threads import ANSWERS
+from diffserve.service.threads import ANSWERS, LISTINGS
+from diffserve.store.errors import StoreError
 
 MAX_EVENTS: Final = 10**9
 TOO_LARGE: Final = "the response is too large to be stored; request it without background."
@@ -86,6 +87,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
     def __init__(self, service: ImageService, *, store: ResponseStore, conversations: Conversations) -> None:
         super().__init__(service)
         self._background_tasks: set[asyncio.Task[None]] = set()
+        self.on_background_end: Callable[[str, str, str], None] | None = None  # owner, type of the event, id
         self._logs: dict[str, EventLog] = {}  # event logs of streamed background responses, by id
         self.store = store
         self.conversations = conversations
@@ -186,7 +188,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
             self._logs[plan.head["id"]] = record
             contexts.callback(self._end, plan.head["id"], record)
         task = asyncio.create_task(
-            self._run_in_background(plan, ticket, interrupted, contexts, record), name="background response"
+            self._run_and_announce(plan, ticket, interrupted, contexts, record), name="background response"
         )
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
@@ -224,6 +226,20 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
                 if record.num_bytes > MAX_BYTES:
                     raise DiffserveError(TOO_LARGE)
                 record.add(chunk)
+
+    async def _run_and_announce(
+        self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, contexts: ExitStack, record: EventLog
+    ) -> None:
+        """Run a background response and add the event of its end, unless the response was deleted meanwhile."""
+        await self._run_in_background(plan, ticket, interrupted, contexts, record)
+        name = plan.head["id"]
+        if self.on_background_end is None or not self.store.has(name, plan.owner):
+            return
+        status = msgspec.json.decode(self.store.get(name, plan.owner).body)["status"]
+        try:
+            await LISTINGS.run(self.on_background_end, plan.owner, f"response.{status}", name)
+        except StoreError as error:
+            log.error("the event of a response is lost", extra={"reason": type(error).__name__})
 
     async def _run_in_background(
         self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, contexts: ExitStack, record: EventLog

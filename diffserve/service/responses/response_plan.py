@@ -60,6 +60,11 @@ class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
     images: ImagePlan | None = None
     end_ids: frozenset[int] = frozenset()
 
+    @property
+    def num_images(self) -> int:
+        """Number of images that the request makes, for the quota of its key."""
+        return 0 if self.images is None else self.images.num_images
+
     def item_id(self, kind: str, index: int = 0) -> str:
         """Return the id of an output item: kind "msg" for a message, "ig" for an image."""
         return f"{kind}_{self.head['id'].removeprefix('resp_')}{index:02x}"

@@ -301,7 +301,9 @@ class ExperimentRunner:
         info = find_model(request.model, self._engine.models)
         cost = work_of(request, info, self._engine.info)
         result: ImageResult | None = None
+        await self._admission.check_quota(request.client, request.num_images)
         with self._admission.images.entered(request.client, cost, priority="batch") as ticket:
+            ticket.num_images = request.num_images
             async with self._engine.submit(request, ticket.watch, is_whole=True) as job:
                 async for event in job:
                     if isinstance(event, ImageFailed):

@@ -13,11 +13,11 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -26,6 +26,7 @@ from starlette.requests import Request
 from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.service.admission import Admission, Ticket
 from diffserve.service.engine.capture_files import CaptureFiles
+from diffserve.service.http.addresses import STATE, PublicAddress
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
     LOOK_EVERY_S,
@@ -41,7 +42,7 @@ from diffserve.service.stored.batch_runner import Answer
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.errors import StoreError
-from diffserve.store.jobs import UNFINISHED, Job, Jobs
+from diffserve.store.jobs import CAPTURE, Job, Jobs
 
 JOBS_AT_ONCE: Final = 8
 JOBS_AT_ONCE_ON_GPU: Final = 32
@@ -70,10 +71,11 @@ UNKNOWN: Final = Outlook()
 
 
 class _RunningJob:
-    """Task of a leased job, and its latest request, if it has begun."""
+    """Task of a leased job, and its latest request, if it has begun; no other job begins while one ``is_alone``."""
 
-    def __init__(self, task: asyncio.Task[None]) -> None:
+    def __init__(self, task: asyncio.Task[None], *, is_alone: bool) -> None:
         self.task = task
+        self.is_alone = is_alone
         self.request: Request | None = None
 
     @property
@@ -152,7 +154,7 @@ class JobRunner:
             self.wake()
 
     async def _run_all(self) -> None:
-        swept_s = -SWEEP_EVERY_S
+        swept_s = looked_s = -SWEEP_EVERY_S
         try:
             while True:
                 self._wakeup.clear()
@@ -160,7 +162,9 @@ class JobRunner:
                     if time.monotonic() - swept_s >= SWEEP_EVERY_S:
                         swept_s = time.monotonic()
                         await FILES.run(self._jobs.sweep)
-                    await self._reclaim()
+                    if time.monotonic() - looked_s >= LOOK_EVERY_S:  # it reads the folder, which may be long
+                        looked_s = time.monotonic()
+                        await self._reclaim()
                     await self._stop_changed()
                     await self._claim()
                 except (OSError, StoreError) as error:
@@ -193,12 +197,12 @@ class JobRunner:
         info = self._app.state.engine.info
         is_on_cpu = info is None or info.device == "cpu"
         at_once = (JOBS_AT_ONCE if is_on_cpu else JOBS_AT_ONCE_ON_GPU) * self._admission.images.num_engines
-        while len(self._running) < at_once:
-            job = await run_to_end(self._jobs.claim, self._holder)
+        while len(self._running) < at_once and not any(running.is_alone for running in self._running.values()):
+            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._running)
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
-            self._running[job.number, job.token] = _RunningJob(task)
+            self._running[job.number, job.token] = _RunningJob(task, is_alone=job.losses > 0)
             task.add_done_callback(partial(self._forget, job))
             self.wake()
 
@@ -210,7 +214,7 @@ class JobRunner:
         self.wake()
 
     async def _run(self, job: Job) -> None:
-        """Run a leased job; after errors of disk or database, and when the server drains, it returns to the queue."""
+        """Run a leased job; when the server drains, it returns to the queue."""
         facts = {"job": job.id, "endpoint": job.endpoint}
         try:
             await yield_to_interactive(self._admission)
@@ -218,42 +222,50 @@ class JobRunner:
             log.info("job finished", extra=facts)
         except EngineUnavailable as error:
             log.error("a job lost its engine", extra=facts | {"reason": error.code})
-            await run_to_end(self._jobs.release, job, is_engine_lost=True)
+            await self._store(job, self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                if not await run_to_end(self._jobs.drain, job):  # the client has cancelled or paused it
-                    status, _ = (await LISTINGS.run(self._jobs.states, [job.number])).get(job.number, ("", 0))
-                    if status not in UNFINISHED:
-                        await self._captures_of(job).remove()
+                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled or paused it
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
             await asyncio.sleep(MAX_RETRY_S)
-            with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.release, job)
+            await self._store(job, self._jobs.drain, job)
         except Exception:
             log.exception("a job failed", extra=facts)
-            with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.finish, job, "failed", None, "internal_error: internal server error.")
+            reason = "internal_error: internal server error."
+            await self._store(job, self._jobs.finish, job, "failed", None, reason)
+
+    async def _store(self, job: Job, change: Callable[..., bool], *arguments: Any, **keywords: Any) -> bool:
+        """Call ``change``, again after errors of disk or database, so that a finished job is not run again."""
+        while True:
+            try:
+                return await run_to_end(change, *arguments, **keywords)
+            except (OSError, StoreError) as error:
+                log_failure(log, "a job waits until it can be stored", error, job=job.id)
+                await asyncio.sleep(MAX_RETRY_S)
 
     def _captures_of(self, job: Job) -> CaptureFiles:
-        return CaptureFiles(self._jobs.folder, f"{job.number}-capture-")
+        return CaptureFiles(self._jobs.folder, f"{job.number}-{CAPTURE}")
 
     async def _finish(self, job: Job) -> None:
         if not self._owners.is_good(job.owner):
             error = "invalid_key: its API key is not valid any more."
-            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            await self._store(job, self._jobs.finish, job, "failed", None, error)
             return
         if job.endpoint not in self._endpoints:
             error = f"unknown_endpoint: {job.endpoint} is not supported any more."
-            await run_to_end(self._jobs.finish, job, "failed", None, error)
+            await self._store(job, self._jobs.finish, job, "failed", None, error)
             return
-        answer = await self._answer(job)
+        answer, captures = await self._answer(job)
         status, error = ("succeeded", "") if answer.status < 400 else ("failed", _error_of(answer))
-        await run_to_end(self._jobs.finish, job, status, (answer.status, answer.body), error)
+        if await self._store(job, self._jobs.finish, job, status, (answer.status, answer.body), error):
+            await captures.remove()
 
-    async def _answer(self, job: Job) -> Answered:
+    async def _answer(self, job: Job) -> tuple[Answered, CaptureFiles]:
         """Return the response to a job, whose images continue from their captured states; full queues are retried.
+
+        The captured states are needed until the response is stored.
 
         Raises:
             EngineUnavailable: The engine was lost during the work.
@@ -266,6 +278,8 @@ class JobRunner:
             request = request_of(self._app, job.endpoint, job.body.encode(), job.owner)
             self._running[job.number, job.token].request = request
             request_id = request.state.request_id
+            if base_url := job.output.get("base_url"):  # for URLs of images
+                request.scope["state"][STATE] = PublicAddress(base_url, "", is_stated=True)
             request.state.captures = captures = self._captures_of(job)
             answer = await self._endpoints[job.endpoint](request)
             return Answered(answer.status_code, request_id, bytes(answer.body))
@@ -279,8 +293,7 @@ class JobRunner:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "a job failed", error, request_id=request_id)
             answer = error_answer(error, request_id)
-        await captures.remove()
-        return answer
+        return answer, captures
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from fastapi import FastAPI, Query
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,8 +23,10 @@ from diffserve.service.http.bodies import Body, parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import Form, is_form, json_fields, read_form
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
+from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
+from diffserve.service.images.image_store import base_url_of
 from diffserve.service.images.schemas import MAX_PICTURES
 from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body, read_json
 from diffserve.service.models import Offer
@@ -33,6 +35,7 @@ from diffserve.service.stored.files import list_response
 from diffserve.service.stored.idempotency import REPLAYED, check_key, key_reused
 from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
+from diffserve.service.stored.webhooks import MAX_URL_CHARS, check_url
 from diffserve.service.threads import ANSWERS, FILES, LISTINGS
 from diffserve.store.batch_input import path_of
 from diffserve.store.database import PageSelection
@@ -58,6 +61,21 @@ ACCEPTED_HEADERS: Final = {
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
+class OutputBody(BaseModel):
+    """Where the result of a job goes, in addition to ``GET /v1/jobs/{id}/result``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", title="JobOutput")
+
+    put_url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=MAX_URL_CHARS,
+            description="Presigned https URL (S3, GCS, MinIO) to which the answer of a successful job is PUT.",
+        ),
+    ]
+
+
 class JobBody(Body):
     """The body of ``POST /v1/jobs``."""
 
@@ -75,6 +93,7 @@ class JobBody(Body):
             ge=1, le=7 * 24 * 3600, description="Seconds within which it must begin, else it expires; a day if unset."
         ),
     ] = None
+    output: OutputBody | None = None
 
 
 class CancelJobsBody(Body):
@@ -99,15 +118,25 @@ class CancelJobsBody(Body):
 
 
 class JobRoutes:
-    """Routes of ``jobs``, which ``runner`` runs; ``offers`` are the bodies of the endpoints that a job may call."""
+    """Routes of ``jobs``, which ``runner`` runs.
+
+    ``offers`` are the bodies of the endpoints that a job may call; ``uploads`` sends results to other servers.
+    """
 
     def __init__(
-        self, app: FastAPI, jobs: Jobs, owners: Owners, runner: JobRunner, offers: Mapping[str, Offer]
+        self,
+        app: FastAPI,
+        jobs: Jobs,
+        owners: Owners,
+        runner: JobRunner,
+        offers: Mapping[str, Offer],
+        uploads: OutgoingClient,
     ) -> None:
         self._jobs = jobs
         self._owners = owners
         self._runner = runner
         self._offers = offers
+        self._uploads = uploads
         path = "/v1/jobs/{job_id}"
         app.get("/v1/jobs", summary="List jobs")(self.list_jobs)
         app.get(path, summary="Describe a job")(self.retrieve)
@@ -143,8 +172,13 @@ class JobRoutes:
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
             raise InvalidRequest(message, param="stream", code="unsupported_value")
+        output = {"base_url": base_url_of(request, "")}
+        if body.output is not None:
+            check_url(self._uploads, body.output.put_url, "output.put_url", "upload_hosts")
+            output |= {"put_url": body.output.put_url, "status": "waiting"}
+        timeout_s = body.timeout_s or DEFAULT_TIMEOUT_S
         try:
-            job, is_new = await self._add(owner, name, endpoint, content, body.timeout_s or DEFAULT_TIMEOUT_S)
+            job, is_new = await self._add(owner, name, endpoint, content, output, timeout_s)
         except InvalidRequest as error:
             if error.code == "job_exists":
                 raise HttpError(409, error.message, code="job_exists") from None
@@ -152,12 +186,18 @@ class JobRoutes:
         return await self._response(job, 202 if is_new else 200)
 
     async def _add(
-        self, owner: str, name: str, endpoint: str, content: bytes, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        owner: str,
+        name: str,
+        endpoint: str,
+        content: bytes,
+        output: dict[str, str],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[Job, bool]:
         """Check the body ``content`` and add the job; return it and whether it is new."""
         if b'"infotext"' not in content:  # it may fill in required fields when the job runs
             await in_thread_if_long(content, parse, self._offers[endpoint].body, content)
-        added = await LISTINGS.run(self._jobs.add, owner, name, endpoint, content.decode(), timeout_s)
+        added = await LISTINGS.run(self._jobs.add, owner, name, endpoint, content.decode(), timeout_s, output)
         self._runner.wake()
         return added
 
@@ -179,7 +219,7 @@ class JobRoutes:
         digest = hashlib.sha256(f"{endpoint}\0{check_key(keys)}".encode()).hexdigest() if keys else ""
         name = f"job_{digest[:32] or secrets.token_hex(16)}"
         try:
-            job, is_new = await self._add(owner, name, endpoint, content)
+            job, is_new = await self._add(owner, name, endpoint, content, {"base_url": base_url_of(request, "")})
         except InvalidRequest as error:
             raise (key_reused() if error.code == "job_exists" else error) from None
         response = await self._response(job, 202)
@@ -208,9 +248,10 @@ class JobRoutes:
         order: Order = "desc",
         status: Annotated[list[Status] | None, Query(description="Only these states; may be repeated.")] = None,
         endpoint: Annotated[str, Query(max_length=200, description="Only jobs of this path.")] = "",
+        prefix: Annotated[str, Query(max_length=64, description="Only jobs whose ID begins with this.")] = "",
     ) -> Response:
         """List the jobs of the key, page by page."""
-        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint)
+        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint, prefix)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
         outlooks = await self._runner.outlooks(page[0]) if page else {}
         return list_response(page, lambda job: job_object(job, outlooks[job.number]))
@@ -360,6 +401,7 @@ def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
         "id": job.id,
         "object": "job",
         "endpoint": job.endpoint,
+        "prompt": _prompt_of(job),
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
@@ -369,7 +411,26 @@ def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
         "started_at": int(times["running"]) if "running" in times else None,
         "finished_at": int(times[job.status]) if job.is_over else None,
         "has_result": job.result_status > 0,
+        "output": _output_object(job),
     }
+
+
+def _output_object(job: Job) -> dict[str, Any] | None:
+    """Return the state of an upload, without the query of its URL, which contains a signature."""
+    if "put_url" not in job.output:
+        return None
+    url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
+    return {"put_url": url, "status": job.output["status"], "error": error or None}
+
+
+class _Prompted(msgspec.Struct):
+    prompt: Any = None
+
+
+def _prompt_of(job: Job) -> str | None:
+    """Return the prompt in the body of ``job``; None if it has none, or a list of them."""
+    prompt = msgspec.json.decode(job.body, type=_Prompted).prompt
+    return prompt if isinstance(prompt, str) else None
 
 
 def prefers_async(request: Request) -> bool:
