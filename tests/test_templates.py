@@ -135,7 +135,7 @@ def test_lora_tags_of_all_images_must_agree() -> None:
         ("{" * 9 + "}" * 9, "nested more than 8 deep"),
         ("{3$$a|b}", r"asks for 3 of 2 alternatives in '\{3\$\$a\|b\}'; give at most 2"),
         ("{2-1$$a|b}", "asks for 2-1 of 2 alternatives"),
-        ("{0::a}", r"all weights in '\{0::a\}' are 0"),
+        ("{0::a}", r"all weights in '\{0::a\}' are 0; give one of them a weight above 0"),
         ("__nope__", r"names __nope__; there is no nope.txt \(wildcards: colors, empty, loop, style/ink\)"),
         ("__../secret__", r"names __../secret__; give a path below the folder"),
         ("__/etc/passwd__", "give a path below the folder"),

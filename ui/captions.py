@@ -28,7 +28,7 @@ ASK = "Delete permanently?"
 
 STOPPING = "Stopping after this step. Press Stop again to discard the unfinished image."
 
-OLDER = "The image above is from an earlier request."
+OLDER = "The image below is from an earlier request."
 
 SHUT_OUT = "the request is retried until the queue has room."
 """Follows the server's message about its full queue or the rate limit of the key."""
@@ -43,7 +43,7 @@ def caption_of(
         painting: The request.
         num_waiting: How many later requests of this visitor are open.
         trouble: Why another request of this visitor failed, if one did.
-        shows_older: Whether the image above is from an earlier request because this one has none.
+        shows_older: Whether the image below is from an earlier request because this one has none.
     """
     other_errors = [trouble] if trouble and trouble != painting.error else []
     notes = (*other_errors, *([OLDER] if shows_older else []))

@@ -133,7 +133,7 @@ def _choice(options: Sequence[list[str | Wildcard | Choice]], shown: str) -> Cho
         if option and isinstance(option[0], str):
             weight, option[0] = split_weight(option[0])
         weights.append(weight)
-    check(any(weights), f"all weights in {shown[:SHOWN_CHARS]!r} are 0; give one alternative more.", "prompt")
+    check(any(weights), f"all weights in {shown[:SHOWN_CHARS]!r} are 0; give one of them a weight above 0.", "prompt")
     return Choice(tuple(map(tuple, options)), tuple(weights), min_picked, max_picked, separator)
 
 
