@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import httpx
+import psutil
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,9 +56,6 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 NUM_STEPS: Final = 100
 MAX_STEPS_BETWEEN: Final = 300
 """Largest number of steps of all images between two kills."""
-
-SUSPECTS_S: Final = 15.0
-"""Longest time that the kill of an engine waits for jobs that have lost one."""
 
 MAX_REPEATED_STEPS: Final = 5
 MAX_REPEATED_S: Final = 3.0
@@ -135,14 +133,11 @@ class Servers:
         """Kill a random server or its engine, a random number of steps after the last kill."""
         num_steps, until_s = self._num_steps() + self._random.randint(1, MAX_STEPS_BETWEEN), time.monotonic() + OVER_S
         while self._num_steps() < num_steps and time.monotonic() < until_s and self.unfinished():
+            self.restart_ended()
             time.sleep(0.02)
         index = self._random.randrange(len(self._running))
         stack, _, pid = self._running[index]
-        until_s = time.monotonic() + SUSPECTS_S
-        is_engine = self._random.random() < 0.5
-        while is_engine and self._has_suspects() and time.monotonic() < until_s:
-            time.sleep(0.1)
-        if is_engine and not self._has_suspects():
+        if self._random.random() < 0.5 and not self._has_suspects():
             with suppress(ValueError):  # it starts again at the moment
                 os.kill(engine_of(pid), signal.SIGKILL)
                 self.kills["engine"] += 1
@@ -155,6 +150,14 @@ class Servers:
     def unfinished(self) -> int:
         """Return the number of jobs that are not over."""
         return sum(not job.is_over for job in self.jobs())
+
+    def restart_ended(self) -> None:
+        """Start servers again that have ended, as they do when they lose engines too often."""
+        for index, (stack, _, pid) in enumerate(self._running):
+            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                stack.close()
+                self.kills["ended by itself"] += 1
+                self._running[index] = self._start()
 
     def _num_steps(self) -> int:
         return self.steps_file.read_bytes().count(b" step ")
@@ -239,11 +242,12 @@ def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int
                 httpx.put(
                     f"{servers.url}/v1/jobs/{name}", json=fields, timeout=60.0, trust_env=False
                 ).raise_for_status()
-            while servers.kills.total() < num_kills and servers.unfinished():
+            while servers.kills["engine"] + servers.kills["server"] < num_kills and servers.unfinished():
                 servers.kill_one()
                 print(f"{dict(servers.kills)}, {servers.unfinished()} jobs left", file=sys.stderr, flush=True)
             until_s = time.monotonic() + OVER_S
             while servers.unfinished() and time.monotonic() < until_s:
+                servers.restart_ended()
                 time.sleep(0.5)
             text = servers.steps_file.read_text()
             found = check(servers, calls)
