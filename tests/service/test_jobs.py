@@ -105,6 +105,14 @@ def test_bad_jobs_are_refused(server: RunningServer, fields: dict[str, Any], cod
     assert part in error["message"]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_numbers_that_are_not_finite_are_refused(server: RunningServer, number: str) -> None:
+    body = f'{{"endpoint": "{GENERATIONS}", "body": {{"prompt": "a", "guidance_scale": {number}, "x": [{number}]}}}}'
+    answer = server.client.post(JOBS, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_json")
+    assert "numbers must be finite" in error_of(answer)["message"]
+
+
 def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -> None:
     fields = {"endpoint": GENERATIONS, "body": BODY}
     for name in ("a.b", "-a", "a" * 65, "%20", "ä"):

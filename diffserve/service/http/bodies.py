@@ -99,7 +99,7 @@ def parse(kind: type[BodyT], data: bytes) -> BodyT:
         problems = error.errors(include_url=False, include_input=False)  # the input may have a million entries
         raise explain(problems, partial(_input, error), kind.hints, kind) from None
     extra = body.model_extra or {}
-    _check_finite(extra)
+    check_finite(extra)
     for name in sorted(kind.refused.keys() & extra.keys()):
         if not _is_empty(extra[name]):
             raise InvalidRequest(
@@ -121,13 +121,13 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _check_finite(value: Any) -> None:
+def check_finite(value: Any) -> None:
     """Refuse NaN and infinities in ``value``; its depth was checked before."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("the body is not valid JSON: numbers must be finite.", code="invalid_json")
     if isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
-            _check_finite(item)
+            check_finite(item)
 
 
 def explain(

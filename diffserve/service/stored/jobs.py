@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.addresses import prefix_of
-from diffserve.service.http.bodies import Body, parse, show, show_name
+from diffserve.service.http.bodies import Body, check_finite, parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import Form, is_form, json_fields, read_form
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
@@ -168,6 +168,7 @@ class JobRoutes:
         if endpoint not in self._offers:
             message = f"endpoint is {show(body.endpoint)}; jobs support {', '.join(sorted(self._offers))}."
             raise InvalidRequest(message, param="endpoint")
+        check_finite(body.body)  # encoding would turn NaN into null
         content = msgspec.json.encode(body.body)
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
