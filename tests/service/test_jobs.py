@@ -14,6 +14,7 @@ import pytest
 
 from diffserve.api.errors import DiffserveError
 from diffserve.client import Client, JobEvent, JobProgress, StoredJob
+from diffserve.service.http.middleware import PICTURE_BODY_BYTES, TEXT_BODY_BYTES
 from diffserve.service.stored.job_runner import JOBS_AT_ONCE
 from diffserve.store import Database, Keys
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
@@ -111,6 +112,14 @@ def test_numbers_that_are_not_finite_are_refused(server: RunningServer, number: 
     answer = server.client.post(JOBS, content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_json")
     assert "numbers must be finite" in error_of(answer)["message"]
+
+
+def test_bodies_are_as_long_as_the_endpoint_itself_takes(server: RunningServer) -> None:
+    for endpoint, num_bytes in ((GENERATIONS, PICTURE_BODY_BYTES), ("/v1/completions", TEXT_BODY_BYTES)):
+        body = {"prompt": "a" * num_bytes}
+        for path, fields in ((endpoint, body), (JOBS, {"endpoint": endpoint, "body": body})):
+            answer = server.client.post(path, json=fields)
+            assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large"), path
 
 
 def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -> None:

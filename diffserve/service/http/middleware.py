@@ -322,10 +322,9 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         is_upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
-        path = scope["path"].removeprefix("/v1")
-        max_json_bytes = PICTURE_BODY_BYTES if path.startswith(WITH_PICTURES) else TEXT_BODY_BYTES
-        max_bytes = self.max_bytes if is_upload or path.startswith(OF_PICTURES) else min(self.max_bytes, max_json_bytes)
-        if is_upload and path.rstrip("/") == FILES:
+        path = scope["path"]
+        max_bytes = self.max_bytes if is_upload else json_limit(path, self.max_bytes)
+        if is_upload and path.removeprefix("/v1").rstrip("/") == FILES:
             max_bytes = FILE_BYTES + TEXT_BODY_BYTES  # the form's fields and boundaries around the file
         refusal = self._refusal(headers, max_bytes)
         if refusal is not None:
@@ -368,6 +367,14 @@ class BodyLimit:
                 code="unsupported_content_encoding",
             )
         return None
+
+
+def json_limit(path: str, max_bytes: int) -> int:
+    """Return the limit in bytes of a JSON body for ``path``; ``max_bytes`` for paths of images."""
+    name = path.removeprefix("/v1")
+    if name.startswith(OF_PICTURES):
+        return max_bytes
+    return min(max_bytes, PICTURE_BODY_BYTES if name.startswith(WITH_PICTURES) else TEXT_BODY_BYTES)
 
 
 def too_long(max_bytes: int) -> HttpError:

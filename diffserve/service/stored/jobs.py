@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -22,6 +23,7 @@ from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.bodies import Body, check_finite, parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import Form, is_form, json_fields, read_form
+from diffserve.service.http.middleware import json_limit, too_long
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.outgoing import OutgoingClient
 from diffserve.service.http.routing import After, Order, error_responses
@@ -170,6 +172,9 @@ class JobRoutes:
             raise InvalidRequest(message, param="endpoint")
         check_finite(body.body)  # encoding would turn NaN into null
         content = msgspec.json.encode(body.body)
+        max_bytes = json_limit(endpoint, sys.maxsize)
+        if len(content) > max_bytes:
+            raise too_long(max_bytes)
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
             raise InvalidRequest(message, param="stream", code="unsupported_value")
