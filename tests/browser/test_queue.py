@@ -22,6 +22,17 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 LONG = 1000
 
 
+@pytest.fixture(autouse=True)
+def _empty_queue(page_server: RunningServer) -> None:
+    """Remove the jobs that other tests left on the shared server."""
+    with Client(page_server.url) as client:
+        names = [job.id for job in client.jobs(limit=100).data]
+        if names:
+            client.cancel_jobs(names)
+        for name in names:
+            client.delete_job(name)
+
+
 def begin(here: Visit, *waiting: str, num_steps: int = LONG) -> None:
     """Start an owl, and send requests with these prompts while it is painted."""
     here.set_advanced(steps=LONG)

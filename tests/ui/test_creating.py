@@ -365,7 +365,7 @@ def test_images_of_a_job_are_shown_once_and_again_on_request(server: RunningServ
     async def story(page: Page) -> None:
         first = page.ask(steps=LONG)
         await page.until(first, lambda: "step " in page.caption)
-        await page.finish(page.ask(prompt="a dog", count=2, steps="3", seed="9"))
+        await page.finish(page.ask(prompt="a dog", count=2, steps="100", seed="9"))
         page.stop()
         await page.finish(first)
         visitor = page.visitors.of(Request.session_hash)
@@ -373,7 +373,7 @@ def test_images_of_a_job_are_shown_once_and_again_on_request(server: RunningServ
         async with asyncio.timeout(SOON_S):
             while "Finished" not in await page.look_at_queue():
                 await asyncio.sleep(0.1)
-        assert re.search("2 images, 3 steps, .*seeds 9, 10", page.caption)
+        assert re.search("2 images, 100 steps, .*seeds 9, 10", page.caption)
         assert "data-open" not in await page.look_at_queue()
         assert len(visitor.pictures) == num_before + 2
         page.shown["caption"] = ""

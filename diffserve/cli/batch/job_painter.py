@@ -39,8 +39,9 @@ from diffserve.client.recipe import Recipe
 
 TIMEOUT_S: Final = 7 * 24 * 3600.0
 RETRY_S: Final = 1.0
-WITHOUT_JOBS: Final = frozenset({"keys_needed", "unknown_url"})
-"""Error codes of servers that store nothing for this client: lines are then ordinary requests."""
+WITHOUT_JOBS: Final = frozenset({"keys_needed", "unknown_url", "body_too_large"})
+"""Error codes of servers that store nothing for this client, and of images that are too large for JSON: lines are then
+ordinary requests."""
 
 
 class JobPainter:
