@@ -71,7 +71,7 @@ _arrivals_left: dict[str, int] = {}
 
 
 def install_kills() -> None:
-    """Let this process be killed at the points that the environment variable names.
+    """Set the points of ``DIFFSERVE_FAULTS`` at which this process kills itself.
 
     Raises:
         ConfigError: The variable is invalid.

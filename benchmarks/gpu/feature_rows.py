@@ -64,12 +64,12 @@ def large(bench: Bench) -> None:
     model = bench.model("sdxl")
     native_px = model.info.good_sizes[0][0]
     large_px = 2 * native_px if bench.quick else LARGE_PX
-    whole = GenerationRequest(
+    untiled = GenerationRequest(
         prompt="a fox", seed=1, width_px=large_px, height_px=large_px, diffusion=_few_steps(bench)
     )
-    bench.point("2048", partial(_large, bench, model, whole, (large_px, large_px)), needs_s=20)
+    bench.point("2048", partial(_large, bench, model, untiled, (large_px, large_px)), needs_s=20)
     hires = {"hires_scale": large_px / native_px, "tile_size": native_px, "hires_strength": 0.5}
-    tiled = replace(whole, width_px=native_px, height_px=native_px, diffusion=replace(_few_steps(bench), **hires))
+    tiled = replace(untiled, width_px=native_px, height_px=native_px, diffusion=replace(_few_steps(bench), **hires))
     bench.point("1024-to-2048-tiles", partial(_large, bench, model, tiled, (large_px, large_px)), needs_s=30)
     bench.point("rrdb-512-to-2048", partial(_upscale, bench, 32 if bench.quick else 512), needs_s=10)
 

@@ -328,8 +328,8 @@ class Backlog:
     def left_s(self, ticket: Ticket) -> float | None:
         """Estimate the seconds until the end of ``ticket``, which shares the engines with the other requests."""
         cost = ticket.cost_left
-        others = sum(min(cost, item.cost_left) for item in self._tickets if item is not ticket)
-        shared_s, alone_s = self.pace.seconds(cost + others, self.num_engines), self.pace.seconds(cost)
+        cost_of_others = sum(min(cost, item.cost_left) for item in self._tickets if item is not ticket)
+        shared_s, alone_s = self.pace.seconds(cost + cost_of_others, self.num_engines), self.pace.seconds(cost)
         return None if shared_s is None or alone_s is None else max(shared_s, alone_s)
 
     def check(self, client: str, priority: Priority = "interactive") -> None:

@@ -42,7 +42,7 @@ FOLLOWERS = {
 
 @dataclass
 class ModelJob:
-    """What a job should be."""
+    """Expected state of a job."""
 
     number: int
     body: str

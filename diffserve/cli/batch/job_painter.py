@@ -110,7 +110,7 @@ class JobPainter:
 
     @contextmanager
     def _following(self, job_id: str) -> Iterator[None]:
-        """Let ``stop`` cancel the job during the block."""
+        """Register the job ``job_id`` as active during the block, so that ``stop`` cancels it."""
         with self._lock:
             self._active[job_id] = None
         try:
