@@ -23,6 +23,7 @@ from diffserve.service.stored.delivery_runner import DeliveryError, send_event
 from diffserve.store import Database, Keys
 from diffserve.store.webhooks import WebhookEndpoints
 from tests.certificates import Chain, make_chain
+from tests.readme import DOCS, blocks
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
 
 HOST, PUBLIC = "hooks.example.org", "93.184.216.34"
@@ -287,6 +288,17 @@ def test_a_sample_event_and_the_routes_of_openai(
         assert (result.status_code, result.success, result.event_type) == (418, True, "batch.failed")
         assert [kind for kind, _ in receiver.events(rotated.signing_secret)] == ["batch.failed"]
         assert openai.webhooks.delete(created.id).deleted
+
+
+@pytest.mark.slow
+def test_the_documented_example_creates_an_endpoint(server: RunningServer, client: Client) -> None:
+    (example,) = (block.text for block in blocks("python", DOCS / "http.md") if "webhooks.create" in block.text)
+    example = example.replace("https://images.example.com", server.url).replace("hooks.example.org", HOST)
+    variables: dict[str, Any] = {}
+    exec(example, variables)
+    created = client.webhook_endpoint(variables["endpoint"].id)
+    assert (created.name, created.event_types) == ("mine", ("batch.completed", "job.succeeded"))
+    client.delete_webhook_endpoint(created.id)
 
 
 @pytest.mark.slow
