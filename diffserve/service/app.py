@@ -48,7 +48,7 @@ from diffserve.service.images.upscaling import UpscaleBody, UpscaleEndpoint
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate, InFlight
-from diffserve.service.metrics import Metrics, add_metrics, watch_store
+from diffserve.service.metrics import Metrics, add_metrics, watch_jobs, watch_store
 from diffserve.service.models import Offer, capabilities, describe_models, is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
 from diffserve.service.quotas import Quotas
@@ -224,7 +224,9 @@ def create_app(
         responses.on_background_end = endpoints.add_event
         hooks = OutgoingClient(config.webhook_hosts)
         _add_webhooks(app, endpoints, owners, hooks)
-        runner = DeliveryRunner(Deliveries(database), endpoints, durable_jobs, owners, hooks, uploads)
+        deliveries = Deliveries(database)
+        watch_jobs(engine.metrics, durable_jobs, deliveries)
+        runner = DeliveryRunner(deliveries, endpoints, durable_jobs, owners, hooks, uploads)
         app.state.background_tasks.append(runner.run_for_ever)
         _add_experiments(app, Experiments(database), owners, context, checks.safety)
     if page is not None:
@@ -458,14 +460,18 @@ def _post(
         return await endpoint(request)
 
     async def answer_once(request: Request) -> Response:
-        jobs: JobRoutes | None = app.state.jobs
-        if is_work and jobs is not None and prefers_async(request):
+        jobs: JobRoutes | None = app.state.jobs if is_work else None
+        idempotency: Idempotency | None = app.state.idempotency if IDEMPOTENCY_KEY in request.headers else None
+        if jobs is not None and prefers_async(request):
+            if idempotency is not None:
+                await idempotency.refuse_answered(request)
             accepted = await jobs.begin(request, path)
             if accepted is not None:
                 return accepted
-        idempotency: Idempotency | None = app.state.idempotency
-        if idempotency is None or IDEMPOTENCY_KEY not in request.headers:
+        if idempotency is None:
             return await answer(request)
+        if jobs is not None:
+            await jobs.refuse_begun(request, path)
         return await idempotency.answer(request, answer)
 
     if is_work and body is not None:

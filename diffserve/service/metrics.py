@@ -32,7 +32,9 @@ from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.telemetry import GenAiMetrics, Traces
 from diffserve.store.batches import BatchBacklog, Batches
 from diffserve.store.database import Database
+from diffserve.store.deliveries import Deliveries
 from diffserve.store.errors import StoreError
+from diffserve.store.jobs import Jobs
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -344,6 +346,25 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
     metrics.watch("batch_lines_left", "Unprocessed lines of unfinished batches.", lines_left)
     oldest_age_s = of_backlog(lambda backlog: {(): backlog.oldest_age_s})
     metrics.watch("oldest_batch_age_seconds", "Age of the oldest unfinished batch; 0 if there is none.", oldest_age_s)
+
+
+def watch_jobs(metrics: Metrics, jobs: Jobs, deliveries: Deliveries) -> None:
+    """Report unfinished jobs, and events and results that wait to be sent."""
+
+    def unfinished() -> dict[tuple[str, ...], float]:
+        try:
+            return {(status,): float(count) for status, count in jobs.num_unfinished().items()}
+        except StoreError:
+            return {}
+
+    def waiting() -> dict[tuple[str, ...], float]:
+        try:
+            return {(): float(deliveries.num_waiting())}
+        except StoreError:
+            return {}
+
+    metrics.watch("jobs", "Unfinished jobs, by status.", unfinished, "status")
+    metrics.watch("deliveries_waiting", "Webhook events and results of jobs that were not accepted yet.", waiting)
 
 
 class _Watched(Collector):

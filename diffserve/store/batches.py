@@ -41,6 +41,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         error: Why it failed as a whole; see ``problems``.
         output_bytes: Committed length of its output file.
         error_bytes: Committed length of its error file.
+        base_url: Beginning of the image URLs in its output; "" if it is not known.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     output_bytes: int
     error_bytes: int
+    base_url: str = ""
 
     @property
     def problems(self) -> list[LineProblem]:
@@ -113,6 +115,7 @@ class Batches:
         num_lines: int,
         metadata: dict[str, str],
         problems: Sequence[LineProblem] = (),
+        base_url: str = "",
     ) -> Batch:
         """Add a batch; it fails at once if its file has ``problems``.
 
@@ -125,7 +128,7 @@ class Batches:
             id=f"batch_{secrets.token_hex(16)}", owner=owner, endpoint=endpoint, input_file=input_file,
             output_file=new_file_id(), error_file=new_file_id(), status=status, metadata=metadata, error=error,
             times={"failed": now_s} if problems else {}, created_s=now_s, expires_s=now_s + WINDOW_S,
-            num_lines=num_lines, num_completed=0, num_failed=0, output_bytes=0, error_bytes=0,
+            num_lines=num_lines, num_completed=0, num_failed=0, output_bytes=0, error_bytes=0, base_url=base_url,
         )  # fmt: skip
         query = select(func.count()).where(batches.c.owner == owner, batches.c.status.in_(UNFINISHED))
         with self._database.writing(exclusive=True) as connection:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, delete, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, select, update
 
 from diffserve.store.database import Database, insert_row, read_row
 from diffserve.store.schema import deliveries, jobs, webhook_endpoints
@@ -76,6 +76,11 @@ class Deliveries:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
+
+    def num_waiting(self) -> int:
+        """Return the number of deliveries that were not accepted yet."""
+        with self._database.reading() as connection:
+            return connection.execute(select(func.count()).select_from(deliveries)).scalar_one()
 
     def claim(self, busy: Collection[str] = ()) -> Delivery | None:
         """Lease the delivery that is due for the longest time; None if none is due.

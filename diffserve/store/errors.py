@@ -15,8 +15,14 @@ SQLITE_REASONS: Final[dict[int, Reason]] = {
     sqlite3.SQLITE_FULL: "full",
     sqlite3.SQLITE_IOERR: "unwritable",
     sqlite3.SQLITE_READONLY: "unwritable",
+    sqlite3.SQLITE_CANTOPEN: "unreachable",
+    sqlite3.SQLITE_CORRUPT: "unreachable",
+    sqlite3.SQLITE_NOTADB: "unreachable",
 }
 """Reasons by the primary result code of SQLite."""
+
+NO_TABLE: Final = "no such table"
+"""Beginning of SQLite's message after its file was deleted: the next connection creates an empty one."""
 
 UNIQUE_CODES: Final = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY)
 POSTGRESQL_REASONS: Final[dict[str, Reason]] = {
@@ -65,6 +71,8 @@ def _store_error(error: BaseException) -> StoreError:
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None) or 0
         reason = "duplicate" if code in UNIQUE_CODES else SQLITE_REASONS.get(code & 0xFF, "other")
+        if message.startswith(NO_TABLE):
+            reason = "unreachable"
         return StoreError(message, getattr(error, "sqlite_errorname", type(error).__name__), reason)
     state = getattr(error, "sqlstate", None)
     if state is None:  # the connection was lost or never made

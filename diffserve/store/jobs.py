@@ -37,6 +37,9 @@ KEPT_S: Final = 7 * 24 * 3600.0
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
 
+MAX_UNFINISHED_BYTES: Final = 2_000_000_000
+"""Total length of the bodies of the unfinished jobs of one owner, so that none fills the disk."""
+
 MAX_LOSSES: Final = 2
 """A job fails when this many engines were lost while they ran it."""
 
@@ -119,6 +122,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     result_status: int = 0
     result_bytes: int = 0
     output: dict[str, str] = {}
+    body_bytes: int
 
 
 class JobFilter(NamedTuple):
@@ -144,12 +148,16 @@ class Jobs:
     Args:
         database: The database; results are in its data folder.
         clock: Returns seconds since 1970.
+        max_bytes: Total size of the bodies of the unfinished jobs of one owner.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, database: Database, clock: Callable[[], float] = time.time, max_bytes: int = MAX_UNFINISHED_BYTES
+    ) -> None:
         self.folder = database.folder / FOLDER
         self._database = database
         self._clock = clock
+        self._max_bytes = max_bytes
 
     def add(
         self, owner: str, name: str, endpoint: str, body: str, timeout_s: float, output: dict[str, str] | None = None
@@ -168,14 +176,16 @@ class Jobs:
             The job, and whether it is new; an earlier one has the same endpoint and body.
 
         Raises:
-            InvalidRequest: ``owner`` has another job with this ID, or too many unfinished ones.
+            InvalidRequest: ``owner`` has another job with this ID, or too many or too large unfinished ones.
         """
         now_s = self._clock()
         new = NewJob(
             id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
-            created_s=now_s, expires_s=now_s + timeout_s, output=output or {},
+            created_s=now_s, expires_s=now_s + timeout_s, output=output or {}, body_bytes=len(body.encode()),
         )  # fmt: skip
-        count = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED))
+        held = select(func.count(), func.coalesce(func.sum(jobs.c.body_bytes), 0)).where(
+            jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED)
+        )
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
@@ -183,8 +193,15 @@ class Jobs:
                     message = f"a job {name!r} exists with another endpoint or body; choose another ID."
                     raise InvalidRequest(message, param="id", code="job_exists")
                 return job, False
-            if connection.execute(count).scalar_one() >= MAX_UNFINISHED:
+            num_unfinished, num_bytes = connection.execute(held).one()
+            if num_unfinished >= MAX_UNFINISHED:
                 message = f"{MAX_UNFINISHED} jobs are unfinished, which is the limit; wait for one or cancel it."
+                raise InvalidRequest(message, code="too_many_jobs")
+            if num_bytes + new.body_bytes > self._max_bytes:
+                message = (
+                    f"the bodies of your unfinished jobs have {num_bytes} bytes and this one has {new.body_bytes}; "
+                    f"at most {self._max_bytes} are allowed. Wait for a job or cancel one."
+                )
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
             job = find_row(connection, Job, jobs, owner=owner, id=name)
@@ -207,6 +224,12 @@ class Jobs:
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
         """Return a page of ``owner``'s jobs and whether more follow; None if the entry ``after`` does not exist."""
         return self._database.page(Job, jobs, owner, selection, *job_filter.conditions())
+
+    def num_unfinished(self) -> dict[str, int]:
+        """Return the numbers of unfinished jobs of all owners, by status."""
+        query = select(jobs.c.status, func.count()).where(jobs.c.status.in_(UNFINISHED)).group_by(jobs.c.status)
+        with self._database.reading() as connection:
+            return dict.fromkeys(UNFINISHED, 0) | {status: count for status, count in connection.execute(query)}
 
     def positions(self, numbers: Collection[int]) -> dict[int, int]:
         """Return the positions of queued jobs in the order in which ``claim`` would take them, by number, from 1.

@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001", "0002", "0003", "0004")
+REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -112,6 +112,7 @@ batches = _table(
     _integer("num_failed"),
     _integer("output_bytes"),
     _integer("error_bytes"),
+    _text("base_url", default="''"),
     Index("batches_by_owner", "owner", "number"),
     Index("batches_by_status", "status"),
     has_number=True,
@@ -188,9 +189,10 @@ jobs = _table(
     _integer("result_status"),
     _integer("result_bytes"),
     _text("output", default="'{}'"),
+    _integer("body_bytes", default="0"),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
-    Index("jobs_by_status", "status", "owner", "number"),
+    Index("jobs_by_status", "status", "owner", "number", "body_bytes"),
     has_number=True,
 )
 webhook_endpoints = _table(

@@ -153,6 +153,15 @@ def test_openai_client_runs_batches_of_edits_and_chats(text_client: OpenAI, text
     assert set(lines_of(text_client, over.error_file_id)) == {"bad"}
 
 
+def test_image_urls_in_the_output_are_those_of_the_address_that_created_the_batch(
+    client: OpenAI, server: RunningServer
+) -> None:
+    over = until_over(client, begin(client, send(client, line("a", response_format="url"))))
+    [image] = lines_of(client, over.output_file_id)["a"]["response"]["body"]["data"]
+    assert image["url"].startswith(f"{server.url}/v1/")
+    assert httpx.get(image["url"]).content.startswith(b"\x89PNG")
+
+
 def test_a_batch_is_cancelled_and_interactive_requests_go_first(client: OpenAI, server: RunningServer) -> None:
     name = begin(client, send(client, *(line(f"fox-{n}", num_inference_steps=60, seed=n) for n in range(40))))
     wait_for(lambda: client.batches.retrieve(name).request_counts.completed, OVER_S, "a line")

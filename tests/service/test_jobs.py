@@ -220,7 +220,7 @@ def test_many_jobs_are_cancelled_with_one_request(server: RunningServer, client:
     [
         ({}, "ids", "ids and status are missing"),
         ({"endpoint": GENERATIONS}, "ids", "ids and status are missing"),
-        ({"ids": []}, "ids", "ids"),
+        ({"ids": []}, "ids", "ids is an empty list; give at least one entry."),
         ({"ids": "a"}, "ids", "a"),
         ({"ids": [1]}, "ids[0]", "1"),
         ({"ids": ["a"] * 1001}, "ids", "1000"),
@@ -281,6 +281,19 @@ def test_an_idempotency_key_gives_the_same_job(server: RunningServer, client: Cl
     bad = server.client.post(GENERATIONS, headers=headers | {"Idempotency-Key": "x" * 256}, json=BODY)
     assert (bad.status_code, error_of(bad)["param"]) == (400, "Idempotency-Key")
     assert until_over(client, first.json()["id"]).status == "succeeded"
+
+
+def test_an_idempotency_key_is_used_either_for_a_job_or_for_an_answer(server: RunningServer, client: Client) -> None:
+    """A request that was repeated with another preference does not compute its image twice."""
+    for index, (first, second) in enumerate((({}, PREFER), (PREFER, {}))):
+        key = {"Idempotency-Key": f"either-{index}"}
+        body = BODY | {"seed": 70 + index}
+        began = server.client.post(GENERATIONS, headers=first | key, json=body)
+        assert began.status_code in (200, 202)
+        if first:
+            assert until_over(client, began.json()["id"]).status == "succeeded"
+        again = server.client.post(GENERATIONS, headers=second | key, json=body)
+        assert (again.status_code, error_of(again)["code"]) == (422, "idempotency_key_reused")
 
 
 def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) -> None:

@@ -310,6 +310,14 @@ def test_limits_apply_through_the_page_and_separately_per_key(tmp_path: Path) ->
     assert name_of("key-1") == name_of("key-1", authorization="Bearer x") != name_of("key-2")
 
 
+def test_a_job_that_is_put_counts_as_a_request(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    text, _ = house.keys.add("few", ["generate"], 1)
+    calls = [("PUT", "/v1/jobs/one"), ("PUT", "/v1/jobs/one"), ("GET", "/v1/jobs")]
+    answers = house.ask(*((method, path, bearer(text)) for method, path in calls))
+    assert [answer.status_code == 429 for answer in answers] == [False, True, False]
+
+
 @pytest.mark.slow
 def test_a_server_requires_keys_created_while_it_runs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path) as server:

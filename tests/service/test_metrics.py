@@ -32,11 +32,13 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.engine.engines import Job
 from diffserve.service.lifecycle import Gate
-from diffserve.service.metrics import Metrics, watch_store
+from diffserve.service.metrics import Metrics, watch_jobs, watch_store
 from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 from diffserve.store.batches import Batches, LineDone
+from diffserve.store.deliveries import Deliveries
 from diffserve.store.files import Files
+from diffserve.store.jobs import Jobs
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
 
 TIMINGS = TextTimings(queue_s=0.0, ttft_s=0.03, tpot_s=0.004, total_s=0.1)
@@ -338,6 +340,22 @@ def test_the_store_exports_commits_log_size_and_open_batches(tmp_path: Path) -> 
         values = shown(metrics)
     over = ("batches status=in_progress", "batch_lines_left", "oldest_batch_age_seconds")
     assert [values[name] for name in over] == [0, 0, 0]
+
+
+def test_the_store_exports_unfinished_jobs_and_deliveries(tmp_path: Path) -> None:
+    database, metrics = Database(tmp_path), Metrics()
+    jobs = Jobs(database)
+    watch_jobs(metrics, jobs, Deliveries(database))
+    for name in ("one", "two", "three"):
+        output = {"put_url": "https://images.example.org/a", "status": "waiting"}
+        jobs.add("", name, "/v1/images/generations", "{}", 60.0, output)
+    jobs.pause("", "two")
+    job = jobs.claim("server")
+    assert job is not None
+    jobs.finish(job, "succeeded", (200, b"{}"))
+    values = shown(metrics)
+    by_status = [values[f"jobs status={status}"] for status in ("queued", "running", "paused")]
+    assert (by_status, values["deliveries_waiting"]) == ([1, 0, 1], 1)
 
 
 def test_steps_without_an_image_are_counted_as_wasted_by_reason() -> None:

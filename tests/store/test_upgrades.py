@@ -12,23 +12,31 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import func, select, text
 
-from diffserve.api.errors import ConfigError
+from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.service.http.errors import expected_error, reply_to
 from diffserve.store import Database, Keys
 from diffserve.store.batches import Batches
 from diffserve.store.database import FILE, PageSelection
+from diffserve.store.errors import StoreError
 from diffserve.store.experiments import Experiments
 from diffserve.store.files import Files
 from diffserve.store.history import EntryFilter, History
+from diffserve.store.jobs import Jobs
 from diffserve.store.migration import FOLDER, LAST_USER_VERSION
 from diffserve.store.replies import Replies, Reply
 from diffserve.store.schema import REVISIONS, metadata
+from diffserve.store.schema import jobs as jobs_table
 from diffserve.store.usage import Usage, UsageCounts
 from tests.store.conftest import OpenDatabase
 from tests.store.old_schemas import MIGRATIONS, create_old_database
 
 FIRST = PageSelection(10)
 NEW_TABLES = ("webhook_endpoints", "deliveries")
-ADDED_COLUMNS = {"keys": ("images_per_day", "device_seconds_per_day", "num_changes"), "usage": ("device_s",)}
+ADDED_COLUMNS = {
+    "keys": ("images_per_day", "device_seconds_per_day", "num_changes"),
+    "usage": ("device_s",),
+    "batches": ("base_url",),
+}
 """Columns that later revisions than the first have added."""
 
 
@@ -123,6 +131,28 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
         assert connection.execute("PRAGMA user_version").fetchone() == (LAST_USER_VERSION,)
 
 
+def test_the_revision_before_the_last_is_upgraded_with_its_jobs(open_database: OpenDatabase) -> None:
+    body = '{"prompt": "a fox on the schöne beach"}'
+    database = open_database()
+    Jobs(database).add("key-1", "one", "/v1/images/generations", body, 60.0)
+    with database.writing() as connection:  # as revision 0004 left it
+        for statement in (
+            "DROP INDEX jobs_by_status",
+            "CREATE INDEX jobs_by_status ON jobs (status, owner, number)",
+            "ALTER TABLE jobs DROP COLUMN body_bytes",
+            "ALTER TABLE batches DROP COLUMN base_url",
+            "UPDATE alembic_version SET version_num = '0004'",
+        ):
+            connection.execute(text(statement))
+    upgraded = open_database()
+    with upgraded.reading() as connection:
+        assert connection.execute(select(jobs_table.c.body, jobs_table.c.body_bytes)).all() == [(body, len(body) + 1)]
+        context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+        assert compare_metadata(context, metadata) == []
+    with pytest.raises(InvalidRequest, match=r"have 40 bytes and this one has 40; at most 79 are allowed"):
+        Jobs(upgraded, max_bytes=79).add("key-1", "two", "/v1/images/generations", body, 60.0)
+
+
 def test_a_newer_database_is_refused_with_the_command_that_upgrades(open_database: OpenDatabase) -> None:
     database = open_database()
     with database.writing() as connection:
@@ -141,6 +171,25 @@ def test_a_newer_user_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"was written by a newer diffserve \(version 8"):
         Database(tmp_path)
     assert (tmp_path / FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a database" * 1000])
+def test_a_database_that_is_lost_while_a_server_runs_is_answered_with_503(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    database = Database(tmp_path)
+    keys = Keys(database)
+    with database.in_use():
+        for file in tmp_path.glob(f"{FILE}*"):
+            file.unlink()
+        if content is not None:
+            (tmp_path / FILE).write_bytes(content)
+        for use in (keys.all, lambda: keys.add("app")):
+            with pytest.raises(StoreError) as failed:
+                use()
+            expected = expected_error(failed.value)
+            assert expected is not None
+            assert (reply_to(expected).status, expected.code) == (503, "database_unreachable")
 
 
 def test_a_broken_database_is_left_unchanged(tmp_path: Path) -> None:

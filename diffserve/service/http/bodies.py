@@ -173,6 +173,7 @@ def explain(
         message = f"{name} has {length} entries; at least {min_length} are needed."
         return InvalidRequest(message, param=name, code="empty_array")
     if kind == "too_short":
+        hint = hints.get(name, "give at least one entry")
         return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")
     if kind in _TOO_LONG:
         unit, code = _TOO_LONG[kind]

@@ -42,6 +42,9 @@ OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/ping", LOGIN})
 """Paths that need no key."""
 
 PAGE: Final = "/gradio_api/"
+CREATING: Final = ("POST", "PUT")
+"""Methods that count against a key's limit of requests per minute."""
+
 COOKIE: Final = "diffserve_session"
 SESSION_S: Final = 30 * 24 * 3600.0
 MAX_KEY_CHARS: Final = 512
@@ -265,15 +268,14 @@ class KeyGuard:
             scope.setdefault("state", {})["key_id"] = visitor.key_id
             key = self.ring.by_id(visitor.key_id)
             scope["state"]["key_share"] = 1.0 if key is None else key.share
-            return {} if key is None or scope["method"] != "POST" else self.limits.take(key)
+            return {} if key is None or scope["method"] not in CREATING else self.limits.take(key)
         key = self._key(scope, headers)
         needed = scope_of(scope["path"])
         if not key.allows(needed):
             raise HttpError(403, f"the API key lacks the scope {needed}.", code="insufficient_permissions")
         scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
-        is_work = scope["method"] == "POST" and not scope["path"].startswith(
-            PAGE
-        )  # the page sends its own requests for work
+        # the page sends its own requests for work
+        is_work = scope["method"] in CREATING and not scope["path"].startswith(PAGE)
         return self.limits.take(key) if is_work else {}
 
     def _key(self, scope: Scope, headers: Headers) -> Key:

@@ -299,7 +299,8 @@ class FramingGuard:
         path: bytes = scope.get("raw_path") or b""
         hidden = _HIDDEN.search(path)
         if hidden is not None and not (path.startswith(_NAMES_BELOW) and hidden[0] != b"%00"):
-            return HttpError(400, f"{hidden[0].decode()} is not allowed in a URL path.", code="encoded_slash")
+            code = "null_character" if hidden[0] == b"%00" else "encoded_slash"
+            return HttpError(400, f"{hidden[0].decode()} is not allowed in a URL path.", code=code)
         return None
 
 

@@ -20,6 +20,7 @@ from diffserve.api.errors import EngineUnavailable, QueueFull
 from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
 from diffserve.service.engine.engines import Engines
+from diffserve.service.http.addresses import STATE, PublicAddress
 from diffserve.service.http.errors import reply_to
 from diffserve.service.threads import BATCHES
 
@@ -112,8 +113,16 @@ def error_answer(error: Exception, request_id: str) -> Answered:
     return Answered(reply.status, request_id, reply.body)
 
 
-def request_of(app: FastAPI, endpoint: str, body: bytes, owner: str) -> Request:
-    """Build a request with ``body`` for ``endpoint`` on behalf of the key ``owner``, with the priority batch."""
+def request_of(app: FastAPI, endpoint: str, body: bytes, owner: str, base_url: str = "") -> Request:
+    """Build a request with ``body`` for ``endpoint`` on behalf of the key ``owner``, with the priority batch.
+
+    Args:
+        app: The application.
+        endpoint: The path.
+        body: JSON.
+        owner: The ID of the API key.
+        base_url: Beginning of the image URLs in the answer; "" if it is not known.
+    """
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -122,12 +131,14 @@ def request_of(app: FastAPI, endpoint: str, body: bytes, owner: str) -> Request:
         await asyncio.Event().wait()  # the client of background work never disconnects
         raise AssertionError
 
-    state = {
+    state: dict[str, Any] = {
         "request_id": new_request_id(),
         "key_id": owner,
         "client": f"{BATCH}{owner}",
         "priority": "batch",
     }
+    if base_url:
+        state[STATE] = PublicAddress(base_url, "", is_stated=True)
     scope: dict[str, Any] = {
         "type": "http",
         "http_version": "1.1",

@@ -214,7 +214,7 @@ class BatchRunner:
 
         async def work() -> Answered:
             nonlocal request_id
-            request = request_of(self._app, batch.endpoint, body, batch.owner)
+            request = request_of(self._app, batch.endpoint, body, batch.owner, batch.base_url)
             request_id = request.state.request_id
             answer = await self._endpoints[batch.endpoint](request)
             return Answered(answer.status_code, request_id, bytes(answer.body))

@@ -16,6 +16,7 @@ from diffserve.media.client_slots import ClientSlots
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.routing import After, Order, error_responses
+from diffserve.service.images.image_store import base_url_of
 from diffserve.service.lifecycle import read_body
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.files import list_response, no_file
@@ -98,7 +99,7 @@ class BatchRoutes:
             raise InvalidRequest(message, param="input_file_id")
         check = await self._check_input(file, endpoint)
         about = (owner, endpoint, file.id, check.num_lines, body.metadata or {}, check.problems)
-        batch = await LISTINGS.run(self._batches.add, *about)
+        batch = await LISTINGS.run(self._batches.add, *about, base_url_of(request, ""))
         self._runner.wake()
         return JSONResponse(batch_object(batch))
 

@@ -62,7 +62,7 @@ class Idempotency:
         owner = self._owners.owner(request) if keys else None
         if owner is None:
             return await endpoint(request)
-        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), check_key(keys))
+        name = _name_of(owner, request, keys)
         digest = await _digest(request)
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
@@ -91,6 +91,19 @@ class Idempotency:
         except BaseException:
             self._end(name, None)
             raise
+
+    async def refuse_answered(self, request: Request) -> None:
+        """Refuse the key of a request that becomes a job if it was used for one that is answered directly.
+
+        Raises:
+            HttpError: It was, or is at the moment.
+        """
+        keys = request.headers.getlist(IDEMPOTENCY_KEY)
+        owner = self._owners.owner(request) if keys else None
+        if owner is not None:
+            name = _name_of(owner, request, keys)
+            if name in self._running or await LISTINGS.run(self._replies.get, name) is not None:
+                raise key_reused()
 
     def _store_when_done(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
         """Make ``response`` available to repetitions while its work continues, and store it at the end."""
@@ -182,6 +195,10 @@ class _Recorded(Response):
         finally:
             is_good = is_whole and num_bytes <= MAX_REPLY_BYTES and "error_code" not in scope.get("state", {})
             await self._keep(b"".join(chunks) if is_good else None)
+
+
+def _name_of(owner: str, request: Request, keys: list[str]) -> bytes:
+    return name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), check_key(keys))
 
 
 async def _digest(request: Request) -> bytes:

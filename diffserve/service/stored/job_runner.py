@@ -26,7 +26,6 @@ from starlette.requests import Request
 from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.service.admission import Admission, Ticket
 from diffserve.service.engine.capture_files import CaptureFiles
-from diffserve.service.http.addresses import STATE, PublicAddress
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.background import (
     LOOK_EVERY_S,
@@ -275,11 +274,10 @@ class JobRunner:
 
         async def work() -> Answered:
             nonlocal request_id, captures
-            request = request_of(self._app, job.endpoint, job.body.encode(), job.owner)
+            base_url = job.output.get("base_url", "")
+            request = request_of(self._app, job.endpoint, job.body.encode(), job.owner, base_url)
             self._running[job.number, job.token].request = request
             request_id = request.state.request_id
-            if base_url := job.output.get("base_url"):  # for URLs of images
-                request.scope["state"][STATE] = PublicAddress(base_url, "", is_stated=True)
             request.state.captures = captures = self._captures_of(job)
             answer = await self._endpoints[job.endpoint](request)
             return Answered(answer.status_code, request_id, bytes(answer.body))

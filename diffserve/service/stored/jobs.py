@@ -210,7 +210,8 @@ class JobRoutes:
     async def begin(self, request: Request, endpoint: str) -> Response | None:
         """Create a job from a request for ``endpoint`` with the preference ``respond-async``.
 
-        A retry with the same ``Idempotency-Key`` gets the same job, also after a restart.
+        A retry with the same ``Idempotency-Key`` gets the same job, also after a restart; a direct request with it is
+        refused.
 
         Returns:
             The answer, or None if the request must be answered directly: a stream, or without storage for its client.
@@ -221,9 +222,7 @@ class JobRoutes:
         content = await self._body_of(request, endpoint)
         if is_stream(msgspec.Raw(content)):
             return None
-        keys = request.headers.getlist(IDEMPOTENCY_KEY)
-        digest = hashlib.sha256(f"{endpoint}\0{check_key(keys)}".encode()).hexdigest() if keys else ""
-        name = f"job_{digest[:32] or secrets.token_hex(16)}"
+        name = _keyed_name(request, endpoint) or f"job_{secrets.token_hex(16)}"
         try:
             job, is_new = await self._add(owner, name, endpoint, content, {"base_url": base_url_of(request, "")})
         except InvalidRequest as error:
@@ -234,6 +233,16 @@ class JobRoutes:
         if not is_new:
             response.headers[REPLAYED] = "true"
         return response
+
+    async def refuse_begun(self, request: Request, endpoint: str) -> None:
+        """Refuse the ``Idempotency-Key`` of a request that is answered directly if a job has been created with it.
+
+        Raises:
+            HttpError: There is such a job.
+        """
+        owner, name = self._owners.owner(request), _keyed_name(request, endpoint)
+        if owner is not None and name and await LISTINGS.run(self._jobs.get, owner, name) is not None:
+            raise key_reused()
 
     async def _body_of(self, request: Request, endpoint: str) -> bytes:
         """Return the body of a request as JSON; the files of a form are fields in base64."""
@@ -437,6 +446,15 @@ def _prompt_of(job: Job) -> str | None:
     """Return the prompt in the body of ``job``; None if it has none, or a list of them."""
     prompt = msgspec.json.decode(job.body, type=_Prompted).prompt
     return prompt if isinstance(prompt, str) else None
+
+
+def _keyed_name(request: Request, endpoint: str) -> str:
+    """Return the ID of the job of a request with an ``Idempotency-Key``; "" without one."""
+    keys = request.headers.getlist(IDEMPOTENCY_KEY)
+    if not keys:
+        return ""
+    digest = hashlib.sha256(f"{endpoint}\0{check_key(keys)}".encode()).hexdigest()
+    return f"job_{digest[:32]}"
 
 
 def prefers_async(request: Request) -> bool:
