@@ -176,7 +176,7 @@ class Rewriting:
             yield update.get("prompt", gr.skip()), update["difference"], update["undo"]
 
     async def undo(self, request: gr.Request) -> tuple[Update, ...]:
-        """Return the original prompt; Generate then paints it as it is."""
+        """Return the original prompt, which Generate then does not rewrite again."""
         return self._visitors.of(request.session_hash).wish, "", HIDDEN
 
 
