@@ -72,7 +72,8 @@ def test_a_job_is_watched_shown_and_its_images_are_written(run: Run, client: Cli
         "queued", "running", "succeeded",
     ]  # fmt: skip
     code, lines, _ = run("show", "fox")
-    assert (code, dict(line.split(maxsplit=1) for line in lines)["status"]) == (0, "succeeded")
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert (code, shown["status"], shown["prompt"]) == (0, "succeeded", "a red fox")
     assert json.loads(run("show", "fox", "--json")[1][0])["attempts"] == 1
     code, lines, _ = run("result", "fox", "-o", tmp_path / "out")
     names = ["fox-1.jpg", "fox-2.jpg"]

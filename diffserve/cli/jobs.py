@@ -75,7 +75,8 @@ def show_one(server: str, job_id: str, *, is_json: bool) -> int:
     if is_json:
         show([job], is_json=True)
         return 0
-    fields = {**_cells(job), "attempts": str(job.attempts), "started": _time(job.started_at)}
+    fields = {**_cells(job), "prompt": _in_one_line(job.prompt or "")}
+    fields |= {"attempts": str(job.attempts), "started": _time(job.started_at)}
     fields |= {"finished": _time(job.finished_at), "expires": _time(job.expires_at)}
     fields |= {"error": f"{job.error.code}: {job.error.message}"} if job.error is not None else {}
     for name, value in fields.items():
@@ -188,6 +189,11 @@ def _event_text(event: JobEvent | JobProgress) -> str:
         return f"{event.progress:.0%}{left}"
     error = event.job.error if event.job is not None else None
     return f"{_time(event.at)} {event.status}{'' if error is None else f': {error.message}'}"
+
+
+def _in_one_line(text: str) -> str:
+    """Return ``text`` without characters that move the cursor of a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _time(seconds: float | None) -> str:

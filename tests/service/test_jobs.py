@@ -63,7 +63,8 @@ def test_the_result_is_the_answer_of_the_request(server: RunningServer, client: 
     assert (result.status_code, result.headers["content-type"]) == (200, "application/json")
     assert result.json()["data"][0]["b64_json"] == answer.json()["data"][0]["b64_json"]
     assert result.json().keys() == answer.json().keys()
-    assert client.jobs(endpoint=GENERATIONS, status="succeeded", limit=1).data[0].id == job.id
+    for endpoint in (GENERATIONS, "/images/generations"):
+        assert client.jobs(endpoint=endpoint, status="succeeded", limit=1).data[0].id == job.id
     assert client.delete_job(job.id)
     assert not client.delete_job(job.id)
 
@@ -94,6 +95,10 @@ def test_a_job_with_an_id_of_the_client_is_created_once(server: RunningServer, c
         ({"body": {"prompt": ""}}, "empty_prompt", "prompt", "empty"),
         ({"body": {"prompt": "a", "n": 99}}, "invalid_value", "n", "99"),
         ({"body": BODY | {"stream": True}}, "unsupported_value", "stream", "stream is true"),
+        (
+            {"endpoint": "/v1/responses", "body": {"input": "a", "background": True}},
+            *("unsupported_value", "background", "background is true"),
+        ),
         ({"timeout_s": 0}, "invalid_value", "timeout_s", "0"),
         ({"timeout_s": 1e9}, "invalid_value", "timeout_s", "1000000000"),
     ],
@@ -126,10 +131,13 @@ def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -
     fields = {"endpoint": GENERATIONS, "body": BODY}
     for name in ("a.b", "-a", "a" * 65, "%20", "ä"):
         assert server.client.put(f"{JOBS}/{name}", json=fields).status_code == 400, name
+    assert error_of(server.client.get(f"{JOBS}/nö-🦊"))["message"] == 'you have no job "nö-🦊".'
     posts = [("POST", f"/{action}") for action in ("cancel", "pause", "resume", "retry")]
     for method, path in (("GET", ""), ("GET", "/result"), ("GET", "/events"), ("DELETE", ""), *posts):
         assert error_of(server.client.request(method, f"{JOBS}/none{path}"))["code"] == "job_not_found"
-    assert server.client.get(f"{JOBS}?status=done").status_code == 400
+    bad_filter = server.client.get(f"{JOBS}?status=done")
+    assert (bad_filter.status_code, error_of(bad_filter)["param"]) == (400, "status")
+    assert error_of(bad_filter)["message"].startswith('status is "done"; it must be')
     job = client.begin_job(GENERATIONS, BODY)
     until_over(client, job.id)
     codes = {"/cancel": "job_over", "/retry": "job_not_failed", "/pause": "job_over", "/resume": "job_not_paused"}
@@ -294,6 +302,7 @@ def test_an_idempotency_key_is_used_either_for_a_job_or_for_an_answer(server: Ru
             assert until_over(client, began.json()["id"]).status == "succeeded"
         again = server.client.post(GENERATIONS, headers=second | key, json=body)
         assert (again.status_code, error_of(again)["code"]) == (422, "idempotency_key_reused")
+        assert first == {} or began.json()["id"] in error_of(again)["message"]
 
 
 def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) -> None:
@@ -308,6 +317,15 @@ def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) ->
     stream = server.client.post(GENERATIONS, json=BODY | {"stream": True}, headers=PREFER)
     assert (stream.status_code, stream.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
     assert "preference-applied" not in stream.headers
+
+
+def test_a_background_response_ignores_the_preference(server: RunningServer) -> None:
+    body = {"input": "a red fox", "tools": [{"type": "image_generation"}], "background": True}
+    headers = PREFER | {"Idempotency-Key": "background"}
+    first, again = (server.client.post("/v1/responses", headers=headers, json=body) for _ in range(2))
+    assert (first.status_code, first.json()["object"], first.json()["background"]) == (200, "response", True)
+    assert "preference-applied" not in first.headers
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
 def read_events(server: RunningServer, name: str, last: str | None = None) -> list[tuple[int, str]]:

@@ -34,7 +34,7 @@ from diffserve.service.lifecycle import Draining, in_thread_if_long, interruptio
 from diffserve.service.models import Offer
 from diffserve.service.stored.batch_runner import is_stream
 from diffserve.service.stored.files import list_response
-from diffserve.service.stored.idempotency import REPLAYED, check_key, key_reused
+from diffserve.service.stored.idempotency import KEY_REUSED, REPLAYED, Idempotency, check_key, key_reused
 from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.webhooks import MAX_URL_CHARS, check_url
@@ -166,7 +166,7 @@ class JobRoutes:
     async def _create(self, request: Request, name: str) -> Response:
         owner = self._owners.of(request)
         body = await read_body(request, JobBody)
-        endpoint = body.endpoint if body.endpoint in self._offers else path_of(body.endpoint)
+        endpoint = self._known_path(body.endpoint)
         if endpoint not in self._offers:
             message = f"endpoint is {show(body.endpoint)}; jobs support {', '.join(sorted(self._offers))}."
             raise InvalidRequest(message, param="endpoint")
@@ -178,6 +178,9 @@ class JobRoutes:
         if is_stream(msgspec.Raw(content)):
             message = "stream is true; jobs do not stream, leave it out and read the events of the job."
             raise InvalidRequest(message, param="stream", code="unsupported_value")
+        if _is_background(content):
+            message = "background is true; a job runs in the background, leave it out and read the result of the job."
+            raise InvalidRequest(message, param="background", code="unsupported_value")
         output = {"base_url": base_url_of(request, "")}
         if body.output is not None:
             check_url(self._uploads, body.output.put_url, "output.put_url", "upload_hosts")
@@ -207,21 +210,32 @@ class JobRoutes:
         self._runner.wake()
         return added
 
-    async def begin(self, request: Request, endpoint: str) -> Response | None:
+    async def begin(self, request: Request, endpoint: str, idempotency: Idempotency | None) -> Response | None:
         """Create a job from a request for ``endpoint`` with the preference ``respond-async``.
 
         A retry with the same ``Idempotency-Key`` gets the same job, also after a restart; a direct request with it is
         refused.
 
+        Args:
+            request: The request.
+            endpoint: Its path.
+            idempotency: The answers of direct requests by their ``Idempotency-Key``; None if it has none.
+
         Returns:
-            The answer, or None if the request must be answered directly: a stream, or without storage for its client.
+            The answer, or None if the request must be answered directly: a stream, a background response, or without
+            storage for its client.
+
+        Raises:
+            HttpError: A request with its ``Idempotency-Key`` was answered directly.
         """
         owner = self._owners.owner(request)
         if owner is None:
             return None
         content = await self._body_of(request, endpoint)
-        if is_stream(msgspec.Raw(content)):
+        if is_stream(msgspec.Raw(content)) or _is_background(content):
             return None
+        if idempotency is not None:
+            await idempotency.refuse_answered(request)
         name = _keyed_name(request, endpoint) or f"job_{secrets.token_hex(16)}"
         try:
             job, is_new = await self._add(owner, name, endpoint, content, {"base_url": base_url_of(request, "")})
@@ -242,7 +256,10 @@ class JobRoutes:
         """
         owner, name = self._owners.owner(request), _keyed_name(request, endpoint)
         if owner is not None and name and await LISTINGS.run(self._jobs.get, owner, name) is not None:
-            raise key_reused()
+            message = (
+                f"this {IDEMPOTENCY_KEY} began the job {name}; send Prefer: {RESPOND_ASYNC} again, or use a new key."
+            )
+            raise HttpError(422, message, code=KEY_REUSED)
 
     async def _body_of(self, request: Request, endpoint: str) -> bytes:
         """Return the body of a request as JSON; the files of a form are fields in base64."""
@@ -266,7 +283,8 @@ class JobRoutes:
         prefix: Annotated[str, Query(max_length=64, description="Only jobs whose ID begins with this.")] = "",
     ) -> Response:
         """List the jobs of the key, page by page."""
-        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint, prefix)
+        selection = PageSelection(limit, after, order)
+        job_filter = JobFilter(tuple(status or ()), self._known_path(endpoint), prefix)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
         outlooks = await self._runner.outlooks(page[0]) if page else {}
         return list_response(page, lambda job: job_object(job, outlooks[job.number]))
@@ -345,7 +363,7 @@ class JobRoutes:
         if body.ids is None and body.status is None:
             message = 'ids and status are missing; give the IDs of the jobs to cancel, or states, such as ["queued"].'
             raise InvalidRequest(message, param="ids", code="missing_required_parameter")
-        job_filter = JobFilter(tuple(body.status or ()), body.endpoint or "")
+        job_filter = JobFilter(tuple(body.status or ()), self._known_path(body.endpoint or ""))
         cancelled = await LISTINGS.run(self._jobs.cancel_many, owner, body.ids, job_filter)
         for job in cancelled:
             self._runner.stop(job)
@@ -397,6 +415,10 @@ class JobRoutes:
         await FILES.run(self._jobs.delete, job)
         return JSONResponse({"id": job.id, "object": "job", "deleted": True})
 
+    def _known_path(self, endpoint: str) -> str:
+        """Return ``endpoint``, with ``/v1`` if only that path has jobs."""
+        return path_of(endpoint) if endpoint and endpoint not in self._offers else endpoint
+
     async def _response(self, job: Job, status: int = 200) -> Response:
         outlooks = await self._runner.outlooks([job])
         return JSONResponse(job_object(job, outlooks[job.number]), status_code=status)
@@ -436,6 +458,15 @@ def _output_object(job: Job) -> dict[str, Any] | None:
         return None
     url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
     return {"put_url": url, "status": job.output["status"], "error": error or None}
+
+
+class _MayBeBackground(msgspec.Struct):
+    background: Any = None
+
+
+def _is_background(content: bytes) -> bool:
+    """Return whether ``content`` requests a background response; in image requests, ``background`` is a word."""
+    return msgspec.json.decode(content, type=_MayBeBackground).background is True
 
 
 class _Prompted(msgspec.Struct):
