@@ -61,6 +61,9 @@ def test_an_unreachable_server_and_missing_ids_are_errors_of_one_line(capsys: py
         main(["jobs", "cancel"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == "diffserve: no job is given; give IDs of jobs, or --status queued.\n"
+    with pytest.raises(SystemExit):
+        main(["jobs", "show", ""])
+    assert capsys.readouterr().err == "diffserve: the ID for /v1/jobs is empty; give an ID.\n"
 
 
 @pytest.mark.slow

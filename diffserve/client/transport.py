@@ -271,7 +271,13 @@ class HttpClient:
 
 
 def resource(path: str, *parts: str) -> str:
-    """Return ``path`` extended by ``parts``, each of them quoted."""
+    """Return ``path`` extended by ``parts``, each of them quoted.
+
+    Raises:
+        InvalidRequest: A part is empty.
+    """
+    if not all(parts):
+        raise InvalidRequest(f"the ID for {path} is empty; give an ID.", param="id")
     return "/".join([path, *(quote(part, safe="") for part in parts)])
 
 
