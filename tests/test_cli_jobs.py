@@ -83,6 +83,16 @@ def test_a_job_is_watched_shown_and_its_images_are_written(run: Run, client: Cli
     assert (code, lines) == (0, [str(tmp_path / "out" / name) for name in names])
     images = [entry["b64_json"] for entry in json.loads(run("result", "fox")[1][0])["data"]]
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == [base64.b64decode(image) for image in images]
+    file = tmp_path / "out" / names[0]
+    assert (
+        run("result", "fox", "-o", file)[2]
+        == f"diffserve: --output is {str(file)!r}, which is a file; give a folder.\n"
+    )
+    tools = [{"type": "image_generation", "output_format": "webp", "num_inference_steps": 2}]
+    client.put_job("apple", "/v1/responses", {"input": "a red apple", "tools": tools})
+    assert run("watch", "apple")[0] == 0
+    assert run("result", "apple", "-o", tmp_path / "out")[:2] == (0, [str(tmp_path / "out" / "apple.webp")])
+    assert (tmp_path / "out" / "apple.webp").read_bytes().startswith(b"RIFF")
     client.put_job("bad", GENERATIONS, BODY | {"loras": [{"name": "none"}]})
     code, lines, _ = run("watch", "bad")
     assert (code, "none" in lines[-1]) == (1, True)

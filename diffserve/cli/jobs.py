@@ -142,6 +142,8 @@ def result(server: str, job_id: str, output: Path | None) -> int:
     """Print the answer of a job, or write its images to the folder ``output``."""
     with opened(server) as client:
         body = client.job_result(job_id)
+    if output is not None and output.exists() and not output.is_dir():
+        raise InvalidRequest(f"--output is {str(output)!r}, which is a file; give a folder.", param="--output")
     if output is None:
         sys.stdout.buffer.write(body + b"\n")
         sys.stdout.buffer.flush()
@@ -204,10 +206,17 @@ class _Image(msgspec.Struct):
     b64_json: str = ""
 
 
+class _ImageCall(msgspec.Struct):
+    type: str = ""
+    result: str | None = None
+    output_format: str = "png"
+
+
 class _Answer(msgspec.Struct):
-    """Images of OpenAI's API (``data``) or of A1111's (``images``, ``image``)."""
+    """Images of OpenAI's images (``data``) and responses (``output``), or of A1111's API (``images``, ``image``)."""
 
     data: list[_Image] = []
+    output: list[_ImageCall] = []
     images: list[str] = []
     image: str = ""
     output_format: str = "png"
@@ -219,5 +228,8 @@ def _images_in(body: bytes) -> tuple[list[str], str]:
         answer = msgspec.json.decode(body, type=_Answer)
     except msgspec.MsgspecError:
         return [], ""
-    candidates: Iterable[str] = (*(entry.b64_json for entry in answer.data), *answer.images, answer.image)
-    return [image for image in candidates if image], {"jpeg": "jpg"}.get(answer.output_format, answer.output_format)
+    calls = [call for call in answer.output if call.type == "image_generation_call" and call.result]
+    called = (call.result or "" for call in calls)
+    candidates: Iterable[str] = (*(entry.b64_json for entry in answer.data), *called, *answer.images, answer.image)
+    output_format = calls[0].output_format if calls else answer.output_format
+    return [image for image in candidates if image], {"jpeg": "jpg"}.get(output_format, output_format)
