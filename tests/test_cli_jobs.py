@@ -84,10 +84,8 @@ def test_a_job_is_watched_shown_and_its_images_are_written(run: Run, client: Cli
     images = [entry["b64_json"] for entry in json.loads(run("result", "fox")[1][0])["data"]]
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == [base64.b64decode(image) for image in images]
     file = tmp_path / "out" / names[0]
-    assert (
-        run("result", "fox", "-o", file)[2]
-        == f"diffserve: --output is {str(file)!r}, which is a file; give a folder.\n"
-    )
+    _, _, error = run("result", "fox", "-o", file)
+    assert error == f"diffserve: --output is {str(file)!r}, which is a file; give a folder.\n"
     tools = [{"type": "image_generation", "output_format": "webp", "num_inference_steps": 2}]
     client.put_job("apple", "/v1/responses", {"input": "a red apple", "tools": tools})
     assert run("watch", "apple")[0] == 0

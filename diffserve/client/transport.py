@@ -157,6 +157,8 @@ class AsyncStream(Generic[EventT]):
     async def __aiter__(self) -> AsyncIterator[EventT]:
         if self._response is None:
             raise RuntimeError("enter the stream's async with block before iterating over it.")
+        if self._response.status_code == httpx.codes.NO_CONTENT:  # all events were received before
+            return
         parser = EventParser()
         try:
             async for chunk in self._response.aiter_bytes():

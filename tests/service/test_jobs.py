@@ -349,6 +349,10 @@ def test_events_continue_after_the_last_event_id(server: RunningServer, client: 
     every = read_events(server, job.id)
     assert every == [(1, "job.queued"), (2, "job.running"), (3, "job.succeeded")]
     assert [read_events(server, job.id, str(last)) for last in range(4)] == [every[last:] for last in range(4)]
+    end = server.client.get(f"{JOBS}/{job.id}/events", headers={"Last-Event-ID": "3"})
+    assert (end.status_code, end.content) == (204, b"")  # a browser stops connecting again
+    with client.job_events(job.id, 3) as events:
+        assert list(events) == []
 
 
 def test_cancel_stops_the_work_and_retry_runs_it_again(server: RunningServer, client: Client) -> None:

@@ -143,7 +143,10 @@ class JobRoutes:
         app.get("/v1/jobs", summary="List jobs")(self.list_jobs)
         app.get(path, summary="Describe a job")(self.retrieve)
         app.get(f"{path}/result", summary="The answer of a finished job", responses=error_responses(409))(self.result)
-        stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+        stream: dict[int | str, dict[str, Any]] = {
+            200: {"content": {"text/event-stream": {}}},
+            204: {"description": "The job is finished and Last-Event-ID is its last event."},
+        }
         app.get(f"{path}/events", summary="States of a job as it enters them", responses=stream)(self.events)
         app.post(f"{path}/cancel", summary="Cancel a job", responses=error_responses(409))(self.cancel)
         app.post(f"{path}/pause", summary="Hold back a job", responses=error_responses(409))(self.pause)
@@ -306,11 +309,16 @@ class JobRoutes:
         return Response(body, job.result_status, media_type="application/json")
 
     async def events(self, request: Request, job_id: str) -> Response:
-        """Stream the states of a job until it is over; after ``Last-Event-ID`` only the later ones."""
+        """Stream the states of a job until it is over; after ``Last-Event-ID`` only the later ones.
+
+        After the last state of a finished job the answer is 204, which ends the reconnections of browsers.
+        """
         job = await self._job_of(request, job_id)
         last = request.headers.get("last-event-id", "0")
         if not (last.isascii() and last.isdigit() and len(last) < 10):
             raise InvalidRequest(f"Last-Event-ID is {show(last)}; give the id of an event of this job.")
+        if job.is_over and int(last) >= len(job.entered):
+            return Response(status_code=204)
         with ExitStack() as stack:
             interrupted = stack.enter_context(interruption(request))
             events = self._stream(job, int(last))
