@@ -127,8 +127,10 @@ async def measure(model: str, every_s: float, num_images: int, num_steps: int, r
         runs: dict[bool, list[Run]] = {True: [], False: []}
         for index in range(-1, rounds):
             for is_captured in (True, False) if index % 2 else (False, True):
-                named = [replace(request, request_id=f"{index}-{is_captured}-{request.seed}") for request in requests]
-                run = await run_once(client, named, is_captured=is_captured)
+                named_requests = [
+                    replace(request, request_id=f"{index}-{is_captured}-{request.seed}") for request in requests
+                ]
+                run = await run_once(client, named_requests, is_captured=is_captured)
                 if index >= 0:  # the first pair warms up
                     runs[is_captured].append(run)
             print(f"pair {index + 1} of {rounds}", file=sys.stderr, flush=True)

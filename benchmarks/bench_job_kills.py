@@ -207,8 +207,8 @@ def repeated_work(text: str) -> list[tuple[int, float]]:
 
 def check(servers: Servers, calls: dict[str, Call]) -> dict[str, Any]:
     """Compare the jobs with undisturbed requests, and return what holds."""
-    found = {job.id: job for job in servers.jobs()}
-    ends = [[status for status, _ in job.entered if status not in ("queued", "running")] for job in found.values()]
+    jobs_by_id = {job.id: job for job in servers.jobs()}
+    ends = [[status for status, _ in job.entered if status not in ("queued", "running")] for job in jobs_by_id.values()]
     with httpx.Client(base_url=servers.url, timeout=OVER_S, trust_env=False) as client, ThreadPoolExecutor(8) as pool:
 
         def has_equal_bytes(name: str) -> bool:
@@ -222,11 +222,11 @@ def check(servers: Servers, calls: dict[str, Call]) -> dict[str, Any]:
 
         num_equal = sum(pool.map(has_equal_bytes, calls))
     return {
-        "states": Counter(job.status for job in found.values()),
-        "errors": [job.error for job in found.values() if job.error],
+        "states": Counter(job.status for job in jobs_by_id.values()),
+        "errors": [job.error for job in jobs_by_id.values() if job.error],
         "ended_once": sum(end == ["succeeded"] for end in ends),
         "equal_bytes": num_equal,
-        "attempts": summary([job.attempts for job in found.values()]),
+        "attempts": summary([job.attempts for job in jobs_by_id.values()]),
     }
 
 
@@ -250,7 +250,7 @@ def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int
                 servers.restart_ended()
                 time.sleep(0.5)
             text = servers.steps_file.read_text()
-            found = check(servers, calls)
+            results = check(servers, calls)
         finally:
             servers.stop()
         names = [path.name for path in (servers.data / "jobs").iterdir()]
@@ -263,7 +263,7 @@ def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int
     return {
         "jobs": num_jobs,
         "kills": servers.kills,
-        **found,
+        **results,
         "continued": len(repeated),
         "repeated_steps": summary([steps for steps, _ in repeated]),
         "repeated_s": summary([seconds for _, seconds in repeated]),
@@ -272,8 +272,8 @@ def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int
         "integrity_check": integrity,
         "seconds": round(time.monotonic() - started_s, 1),
         "holds": {
-            "ended_once": found["ended_once"] == num_jobs,
-            "equal_bytes": found["equal_bytes"] == num_jobs,
+            "ended_once": results["ended_once"] == num_jobs,
+            "equal_bytes": results["equal_bytes"] == num_jobs,
             "files": len(names) == num_jobs and all(name.replace("-", "").isdigit() for name in names),
             "repeated": num_over == 0,
             "integrity_check": integrity in ("ok", "PostgreSQL"),

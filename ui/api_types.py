@@ -36,7 +36,7 @@ def correct_types(info: Any, models: Models | None) -> Any:
 
 def _choices(models: Models) -> Mapping[str, Sequence[str]]:
     """Return the choices of each field that depends on the models, of all models together."""
-    images = [models.image, *models.others.values()]
+    images = [models.image, *models.other_models.values()]
     samplers = list(dict.fromkeys(choice.name for image in images for choice in image.samplers))
     controls = list(dict.fromkeys(name for image in images for name in image.controlnets))
     return {

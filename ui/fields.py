@@ -22,27 +22,27 @@ MAX_FIELD_CHARS: Final = 200
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 
 
-def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
-    """Check that ``text`` is None or a text of at most ``most`` characters. Raises InvalidRequest."""
+def check_text(text: object, name: str, max_chars: int = MAX_PROMPT_CHARS) -> None:
+    """Check that ``text`` is None or a text of at most ``max_chars`` characters. Raises InvalidRequest."""
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"The {name} must be text; enter text or leave it empty.", param=name)
-    if text is not None and len(text) > most:
+    if text is not None and len(text) > max_chars:
         raise InvalidRequest(
-            f"The {name} has {len(text)} characters; at most {most} are allowed. Shorten it.",
+            f"The {name} has {len(text)} characters; at most {max_chars} are allowed. Shorten it.",
             param=name,
             code="string_above_max_length",
         )
 
 
-def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
-    """Parse a number from 0 to ``most``; an empty text gives None. Raises InvalidRequest."""
+def read_number(text: str | None, name: str, max_value: float = math.inf) -> float | None:
+    """Parse a number from 0 to ``max_value``; an empty text gives None. Raises InvalidRequest."""
     text = (text or "").strip()
     try:
         value = float(text.replace(",", ".")) if text else None
     except ValueError:
         value = math.nan
-    if value is not None and not (math.isfinite(value) and 0 <= value <= most):
-        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number of 0 or more"
+    if value is not None and not (math.isfinite(value) and 0 <= value <= max_value):
+        kind = f"a number from 0 to {max_value:g}" if math.isfinite(max_value) else "a number of 0 or more"
         raise InvalidRequest(
             f"The {name} is {text[:40]!r}; give {kind}, or leave it empty for the default of the model.", param=name
         )
@@ -50,16 +50,16 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
 
 
 def read_count(
-    text: str | None, name: str, most: int, nothing: str = "1", *, least: int = 1, param: str | None = None
+    text: str | None, name: str, max_value: int, nothing: str = "1", *, min_value: int = 1, param: str | None = None
 ) -> int | None:
-    """Parse an integer from ``least`` to ``most``; an empty text gives None.
+    """Parse an integer from ``min_value`` to ``max_value``; an empty text gives None.
 
     Args:
         text: The text in the form.
         name: Name of the field in the message.
-        most: The largest allowed value.
+        max_value: The largest allowed value.
         nothing: The meaning of an empty text, for the message.
-        least: The smallest allowed value.
+        min_value: The smallest allowed value.
         param: Name of the request field, if it is not ``name``.
 
     Raises:
@@ -69,10 +69,10 @@ def read_count(
         value = read_number(text, name)
     except InvalidRequest:
         value = math.nan
-    if value is not None and not (value.is_integer() and least <= value <= most):
+    if value is not None and not (value.is_integer() and min_value <= value <= max_value):
         raise InvalidRequest(
-            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from {least} to {most}, or leave it "
-            f"empty for {nothing}.",
+            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from {min_value} to {max_value}, or "
+            f"leave it empty for {nothing}.",
             param=param or name,
         )
     return None if value is None else int(value)
@@ -149,8 +149,8 @@ def read_typed(name: str, text: str | None, image: ImageCapabilities) -> Any:
         return read_interval(text, name, TYPED[name].lower())
     maximum = image.max_images if name == "best_of" or field.maximum is None else field.maximum
     if field.type is int:
-        least = 1 if field.minimum is None else int(field.minimum)
-        return read_count(text, name, int(maximum), field.default_text.partition(";")[0], least=least)
+        min_value = 1 if field.minimum is None else int(field.minimum)
+        return read_count(text, name, int(maximum), field.default_text.partition(";")[0], min_value=min_value)
     value = read_number(text, name, maximum)
     if value is not None:
         field.check(name, value)
@@ -161,7 +161,7 @@ TYPED: Final = {name: REQUEST_FIELDS[name].form for name in FORM_FIELDS}
 """Labels of the text inputs under Advanced, by request field, in the order of the page."""
 
 
-def told(fields: Mapping[str, Any]) -> Iterator[str]:
+def describe_fields(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield descriptions of the values of ``TYPED`` in a request's ``fields``, such as "clip skip 2".
 
     Sizes are omitted, and so are seeds, which differ between the images of a request.

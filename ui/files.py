@@ -56,7 +56,7 @@ class PageFiles:
 
     Attributes:
         folder: The folder, readable by this user only. Each file is in a subfolder whose name cannot be guessed.
-        left: Subfolders that were moved_folders over from earlier processes, the oldest first.
+        left: Subfolders that were taken over from earlier processes, the oldest first.
         stays: Returns the owners whose files are not removed at exit; see ``note``.
     """
 
@@ -116,10 +116,10 @@ class PageFiles:
         """Remove ``file`` and everything else in its folder."""
         if (place := self._place_of(file)) is not None:
             with self._lock:
-                kept = next((each for each in self._kept if each.folder == place), None)
-                if kept is not None:
-                    self._kept.remove(kept)
-                    self._num_bytes -= kept.num_bytes
+                entry = next((each for each in self._kept if each.folder == place), None)
+                if entry is not None:
+                    self._kept.remove(entry)
+                    self._num_bytes -= entry.num_bytes
                 self._granted.pop(place, None)
             shutil.rmtree(place, ignore_errors=True)
 

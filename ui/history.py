@@ -139,8 +139,8 @@ class HistoryHandlers:
         entries = [entry for entry, _ in self._of(request).selected]
         ask_for_visitor(request)
         try:
-            found = await asyncio.gather(*map(self._full_image, entries))
-            files = [file for file in found if file is not None]
+            images = await asyncio.gather(*map(self._full_image, entries))
+            files = [file for file in images if file is not None]
             if not files:
                 raise InvalidRequest(GONE)
             data = None if len(files) == 1 else await asyncio.to_thread(zip_of, files)

@@ -113,7 +113,7 @@ class Looking:
         self.is_asking = False
 
     def keep_choice(self, before: Looking) -> None:
-        """Keep the selection of an earlier search with the same words as far as it is among the results."""
+        """Keep the selection of an earlier search with the same words, limited to the current results."""
         if before.words == self.words:
             self._ids = before._ids
             self.is_asking = before.is_asking and bool(self.selected)

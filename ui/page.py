@@ -183,7 +183,7 @@ def _greet(
 def _facts(models: Models, model: str | None, styles: Sequence[str]) -> list[Any]:
     """Return updates that show the capabilities of ``model``, or of the first model."""
     image = models.image_of(model)
-    name = model if isinstance(model, str) and model in models.others else models.image_id
+    name = model if isinstance(model, str) and model in models.other_models else models.image_id
     return [
         html.escape(f"{name} on {image.device}, {image.dtype}"),
         gr.update(choices=quality_labels(image)),
@@ -209,7 +209,7 @@ def _choices(models: Models, model: str | None) -> list[Any]:
     selected = model if model in models.names else models.image_id
     return [
         gr.update(choices=models.names, value=selected, visible=True)
-        if models.others
+        if models.other_models
         else gr.update(value="", visible=False),
         gr.skip() if can_rewrite else gr.update(visible=False),
         gr.skip() if can_rewrite else NO_REWRITER,

@@ -29,23 +29,23 @@ class Models(NamedTuple):
         image: The capabilities of the default image model.
         language_id: The name of the language model that rewrites prompts, if there is one.
         language: The capabilities of that language model.
-        others: The capabilities of the other image models, by name.
+        other_models: The capabilities of the other image models, by name.
     """
 
     image_id: str
     image: ImageCapabilities
     language_id: str | None = None
     language: LanguageCapabilities | None = None
-    others: Mapping[str, ImageCapabilities] = MappingProxyType({})
+    other_models: Mapping[str, ImageCapabilities] = MappingProxyType({})
 
     @property
     def names(self) -> list[str]:
         """The names of all image models."""
-        return [self.image_id, *self.others]
+        return [self.image_id, *self.other_models]
 
     def image_of(self, name: str | None) -> ImageCapabilities:
         """Return the capabilities of the image model ``name``, or of the default one if there is none of that name."""
-        return self.others.get(name, self.image) if isinstance(name, str) else self.image
+        return self.other_models.get(name, self.image) if isinstance(name, str) else self.image
 
 
 class Server:
@@ -128,8 +128,8 @@ def models_of(models: Sequence[Model]) -> Models:
         raise DiffserveError(
             "the server does not report the capabilities of its models; update it to the version of this page."
         )
-    first, *others = images
-    image = Models(first, images[first], others={name: images[name] for name in others})
+    first_id, *other_ids = images
+    image = Models(first_id, images[first_id], other_models={name: images[name] for name in other_ids})
     if language is None or not language[1].can_rewrite:
         return image
     return image._replace(language_id=language[0], language=language[1])

@@ -98,8 +98,16 @@ class Bench:
     def point(self, name: str, measure: Callable[[], Any], *, needs_s: float = 1.0) -> Any:
         """Measure one point of the row and send the result or the error. An error does not end the row.
 
-        ``needs_s``: what it takes on the GPU it was planned for; with less time left it is left out. Returns what
-        ``measure`` returns, or ``None``. The process ends where an error leaves the device useless.
+        Args:
+            name: Name of the point in the results.
+            measure: Runs the measurement.
+            needs_s: Expected seconds on the GPU of the schedule; the point is left out if less time is left.
+
+        Returns:
+            The result of ``measure``; ``None`` after an error and for a point that is left out.
+
+        Raises:
+            SystemExit: An error has made the device unusable.
         """
         if self.left_s < (0.0 if self.quick else needs_s):
             self._tell({"point": name, "left_out": f"{self.left_s:.0f} s were left, it takes about {needs_s:.0f} s"})

@@ -5,7 +5,7 @@ Editing: ``[from:to:when]`` reads ``from`` until step ``when`` and ``to`` afterw
 Alternation: ``[a|b]`` reads ``a`` and ``b`` in turn, a step each. Composition: ``a AND b :0.7`` evaluates the UNet for
 each part and adds the weighted differences from the unconditional output (Liu et al. 2022, arXiv 2206.01714). A part
 with ``MASK(0 0.5, 0 1)`` acts in that area only: left and right, top and bottom, in fractions of the image. Everything
-else, ``[word]`` included, stays as it is for ``prompt_syntax``; a backslash escapes.
+else, ``[word]`` included, is left unchanged for ``prompt_syntax``; a backslash escapes.
 """
 
 from __future__ import annotations

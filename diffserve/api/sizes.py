@@ -147,7 +147,7 @@ def plan_size(
         min_side_px: Smallest side; the good sizes of the model are always allowed.
         max_side_px: Largest side; the good sizes of the model are always allowed.
         may_pad: Whether the edges may be extended; False if the image must fill the delivered size, as in inpainting.
-        is_tiled: Whether the UNet runs on tiles, so that any size on the model's grid is generated as it is.
+        is_tiled: Whether the UNet runs on tiles, so that any size on the model's grid is generated directly.
 
     Raises:
         InvalidRequest: A side is out of range.

@@ -148,7 +148,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             ``hires_strength`` on, like image-to-image with the same seed; ``None``: off, unless ``hires_size`` is
             given.
         hires_size: Size "WIDTHxHEIGHT" of the enlarged image, instead of ``hires_scale``.
-        hires_strength: Strength of the second pass, above 0 to 1 (painted anew); ``None``: see
+        hires_strength: Strength of the second pass, above 0 to 1 (enlarged image ignored); ``None``: see
             ``second_strength``.
         hires_steps: Steps of the second pass; ``None``: those of the first.
         hires_upscaler: Upscaler between the passes: one of ``FILTERS``, or an upscaler network by its name.

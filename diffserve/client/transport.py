@@ -89,7 +89,7 @@ class TypedReader(Generic[EventT]):
     Args:
         types: The class of each event type.
         last: Event types that end one part of the answer.
-        num_last: How many events of those types complete the stream.
+        num_last: Number of events with a type of ``last`` that complete the stream.
     """
 
     def __init__(self, types: dict[str, type[EventT]], last: frozenset[str], num_last: int) -> None:

@@ -112,7 +112,8 @@ class CheckerError(msgspec.Struct, frozen=True):
     Attributes:
         count: Number of images that show exactly what their prompt says.
         missed: Share of them that the checker does not accept, in 0..1.
-        wrong: Share of images of other prompts' scenes that it accepts, in 0..1; ``None`` if all prompts are alike.
+        wrong: Share of images of other prompts' scenes that it accepts, in 0..1; ``None`` if all prompts name the same
+            objects.
     """
 
     count: int

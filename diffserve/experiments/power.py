@@ -1,6 +1,6 @@
 """Statistical power of paired comparisons, and intervals that stay valid when the data are analyzed several times.
 
-The unit is the prompt: the differences of a prompt's image pairs are averaged first, because its images are alike. A
+The unit is the prompt: the differences of a prompt's image pairs are averaged first, because they are correlated. A
 sweep that runs until it is decided looks at the data several times. Its intervals use the group-sequential bounds of
 Lan and DeMets (1983, "Discrete sequential boundaries for clinical trials", Biometrika 70) with a spending function like
 O'Brien and Fleming's (1979), so that all looks together have the level of 5 %.

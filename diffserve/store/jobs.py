@@ -183,7 +183,7 @@ class Jobs:
             id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
             created_s=now_s, expires_s=now_s + timeout_s, output=output or {}, body_bytes=len(body.encode()),
         )  # fmt: skip
-        held = select(func.count(), func.coalesce(func.sum(jobs.c.body_bytes), 0)).where(
+        unfinished_totals = select(func.count(), func.coalesce(func.sum(jobs.c.body_bytes), 0)).where(
             jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED)
         )
         with self._database.writing(exclusive=True) as connection:
@@ -193,7 +193,7 @@ class Jobs:
                     message = f"a job {name!r} exists with another endpoint or body; choose another ID."
                     raise InvalidRequest(message, param="id", code="job_exists")
                 return job, False
-            num_unfinished, num_bytes = connection.execute(held).one()
+            num_unfinished, num_bytes = connection.execute(unfinished_totals).one()
             if num_unfinished >= MAX_UNFINISHED:
                 message = f"{MAX_UNFINISHED} jobs are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_jobs")
@@ -321,18 +321,18 @@ class Jobs:
         return is_drained
 
     def reclaim(self, alive: Collection[str]) -> list[str]:
-        """Return the jobs of holders that are not ``alive`` to the queue; the result has the IDs of those jobs."""
+        """Requeue the running jobs whose holders are not in ``alive``, and return the IDs of these jobs."""
         query = select(jobs).where(jobs.c.status == "running", jobs.c.holder.not_in(alive))
         with self._database.reading() as connection:
-            lost = [read_row(Job, row) for row in connection.execute(query)]
-        return [job.id for job in lost if self.release(job)]
+            orphaned_jobs = [read_row(Job, row) for row in connection.execute(query)]
+        return [job.id for job in orphaned_jobs if self.release(job)]
 
     def drain_all(self, holder: str) -> None:
         """Return all jobs of ``holder``, which runs none any more, to the queue; their attempts do not count."""
         query = select(jobs).where(jobs.c.status == "running", jobs.c.holder == holder)
         with self._database.reading() as connection:
-            held = [read_row(Job, row) for row in connection.execute(query)]
-        for job in held:
+            running_jobs = [read_row(Job, row) for row in connection.execute(query)]
+        for job in running_jobs:
             self.drain(job)
 
     def cancel(self, owner: str, name: str) -> Job | None:
@@ -430,18 +430,18 @@ class Jobs:
             current = {str(row.number): row for row in rows}
         for name in names:
             path = self.folder / name
-            number, _, rest = name.partition("-")
+            number, _, after_number = name.partition("-")
             job = current.get(number)
             if number not in numbers:  # the lock file of a server
                 is_needed = path.suffix != ".new" or now_s - _modified_s(path) < LOCK_CREATED_S
             elif job is None:
                 is_needed = False
-            elif rest.startswith(CAPTURE):
+            elif after_number.startswith(CAPTURE):
                 is_needed = job.status in UNFINISHED
             elif job.status == "running":
-                is_needed = rest in (f"{job.token}", f"{job.token}.part")
+                is_needed = after_number in (f"{job.token}", f"{job.token}.part")
             else:
-                is_needed = job.result_status > 0 and rest == f"{job.token}"
+                is_needed = job.result_status > 0 and after_number == f"{job.token}"
             if not is_needed:
                 path.unlink(missing_ok=True)
 

@@ -197,7 +197,12 @@ class Keys:
     def change_quotas(
         self, name: str, images_per_day: int | None = None, device_seconds_per_day: float | None = None
     ) -> Key:
-        """Change the quotas of the key with this name or ID, see ``Key``; None leaves a quota as it is.
+        """Change the quotas of a key.
+
+        Args:
+            name: Name or ID of the key.
+            images_per_day: New quota of images per UTC day, see ``Key``; None: unchanged.
+            device_seconds_per_day: New quota of device time in seconds per UTC day; None: unchanged.
 
         Raises:
             InvalidRequest: There is no such key, or a value is out of bounds.

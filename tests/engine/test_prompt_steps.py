@@ -205,7 +205,7 @@ def test_parts_of_one_text_and_weights_of_one_in_all_are_the_plain_prompt(make_e
 
 
 def test_areas_that_share_an_image_between_them_are_the_plain_prompt(make_engine: MakeEngine) -> None:
-    """The same text left and right; and an area that has less than a cell acts on one."""
+    """Two halves with the same text equal the prompt without areas; an area smaller than a cell acts on one cell."""
     engine = make_engine()
     halves = "the red fox MASK(0 0.5, 0 1) AND the red fox MASK(0.5 1, 0 1)"
     tiles: dict[str, Any] = {"tile_size": 64, "tile_overlap": 32, "width_px": 96}

@@ -218,13 +218,13 @@ def test_a_start_image_is_encoded_in_tiles_that_fit(make_engine: MakeEngine, mon
         return encode(images)
 
     monkeypatch.setattr(plain.model.vae.network, "encode", watch)
-    [whole] = plain.generate(request)
+    [untiled] = plain.generate(request)
     assert pixels == [128 * 128]
     pixels.clear()
     [tiled] = scarce.generate(replace(request, request_id="tiled"))
     assert len(pixels) > 1
     assert max(pixels) <= 150 * factor**2
-    assert tiled.picture != whole.picture
+    assert tiled.picture != untiled.picture
     with_company = scarce.generate([replace(request, request_id="again"), image_request("sd15", "ddim", seed=4)])
     assert with_company[0].picture == tiled.picture
 

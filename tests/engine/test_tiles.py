@@ -126,14 +126,14 @@ def test_tiles_share_calls_with_other_images_and_are_split_over_calls(make_engin
 def test_a_step_of_many_tiles_takes_several_ticks_and_lets_other_images_pass(
     fields: dict[str, Any], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [whole] = make_engine(max_rows=4).generate(tiled_request(**fields))
+    [single_image] = make_engine(max_rows=4).generate(tiled_request(**fields))
     monkeypatch.setattr(scheduler, "PART_S", 0.0)  # a part is one call
     engine = make_engine(max_rows=4)
     large = replace(tiled_request(**fields), client="large")
     small = replace(image_request("sd15", "ddim", 2, num_steps=3), client="small")
     results = engine.generate([large, small])
-    assert content(results[0]) == content(whole)
-    assert results[0].num_evaluations == whole.num_evaluations
+    assert content(results[0]) == content(single_image)
+    assert results[0].num_evaluations == single_image.num_evaluations
     rows_of_ticks = [[row.request_id for call in tick.calls for row in call.rows] for tick in engine.trace]
     assert max(map(len, rows_of_ticks)) == 4
     ticks_of_large = [index for index, ids in enumerate(rows_of_ticks) if large.request_id in ids]

@@ -109,23 +109,23 @@ class Jobs:
 
     def look(self, client: Client) -> dict[str, StoredJob]:
         """Return all confirmed jobs by name; every one of them exists."""
-        found: dict[str, StoredJob] = {}
+        jobs_by_id: dict[str, StoredJob] = {}
         after = ""
         while True:
             page = client.jobs(limit=100, order="asc", after=after)
-            found |= {job.id: job for job in page.data}
+            jobs_by_id |= {job.id: job for job in page.data}
             if not page.has_more:
                 break
             after = page.data[-1].id
-        assert self._sent.keys() <= found.keys()
-        return found
+        assert self._sent.keys() <= jobs_by_id.keys()
+        return jobs_by_id
 
     def wait(self, client: Client) -> dict[str, StoredJob]:
         """Return all jobs when they are over."""
 
         def finished() -> dict[str, StoredJob] | None:
-            found = self.look(client)
-            return found if all(job.is_over for job in found.values()) else None
+            jobs_by_id = self.look(client)
+            return jobs_by_id if all(job.is_over for job in jobs_by_id.values()) else None
 
         return wait_for(finished, 3 * SOON_S, "the end of all jobs")
 
@@ -135,16 +135,16 @@ class Jobs:
 
     def delete_one(self, client: Client) -> None:
         """Delete a finished job."""
-        found = self.look(client)
-        name = next(name for name in self._sent if found[name].is_over)
+        jobs_by_id = self.look(client)
+        name = next(name for name in self._sent if jobs_by_id[name].is_over)
         del self._sent[name]
         client.delete_job(name)
 
     def check(self, server: RunningServer) -> None:
         """Check that each job has ended once with the image of its request, and that nothing else is left."""
         with Client(server.url) as client:
-            found = self.wait(client)
-            assert {name: job.status for name, job in found.items()} == dict.fromkeys(found, "succeeded")
+            jobs_by_id = self.wait(client)
+            assert {name: job.status for name, job in jobs_by_id.items()} == dict.fromkeys(jobs_by_id, "succeeded")
             with ThreadPoolExecutor(8) as pool:
                 expected = pool.map(lambda call: server.client.post(call[0], json=call[1]), self._sent.values())
             for name, answer in zip(self._sent, expected, strict=True):
@@ -153,7 +153,7 @@ class Jobs:
                 with client.job_events(name) as events:
                     states = [event.status for event in events if isinstance(event, JobEvent)]
                 num_leases = len(states) // 2
-                assert num_leases >= found[name].attempts
+                assert num_leases >= jobs_by_id[name].attempts
                 assert states == ["queued", "running"] * num_leases + ["succeeded"]
 
     def check_files(self) -> None:
@@ -219,10 +219,10 @@ def test_a_job_that_kills_two_engines_is_poison_and_the_others_end_well(tmp_path
     with jobs.server("kill.engine_captured@1", num_engines=2) as server:
         jobs.send(server, 0)
         with Client(server.url) as client:
-            found = jobs.wait(client)
-    first, *others = found.values()
+            ended_jobs = jobs.wait(client)
+    first, *other_jobs = ended_jobs.values()
     assert (first.status, first.attempts) == ("failed", 2)
     assert first.error is not None
     assert first.error.code == "poison"
-    assert {job.status for job in others} == {"succeeded"}
+    assert {job.status for job in other_jobs} == {"succeeded"}
     assert os.listdir(jobs.data / "jobs")

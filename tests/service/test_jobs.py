@@ -167,14 +167,14 @@ def test_a_job_tells_its_position_progress_and_estimate(server: RunningServer, c
     assert 0.0 < running.estimated_seconds < last.estimated_seconds
     assert before.estimated_seconds < last.estimated_seconds
     client.cancel_jobs([job.id for job in later_jobs])
-    seen: list[float] = []
+    progress_values: list[float] = []
     with client.job_events(first.id) as events:
         for event in events:
             if isinstance(event, JobProgress):
-                seen.append(event.progress)
-                if len(seen) == 3:
+                progress_values.append(event.progress)
+                if len(progress_values) == 3:
                     break
-    assert 0.0 < seen[0] < seen[1] < seen[2] <= 1.0
+    assert 0.0 < progress_values[0] < progress_values[1] < progress_values[2] <= 1.0
     assert client.cancel_job(first.id).progress is None
 
 
@@ -206,12 +206,12 @@ def test_many_jobs_are_cancelled_with_one_request(server: RunningServer, client:
     running = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900})
     wait_for(lambda: client.job(running.id).status == "running", SOON_S, "the start")
     later_jobs = [client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 900, "seed": seed}) for seed in range(9)]
-    held = client.pause_job(later_jobs[0].id)
+    paused_job = client.pause_job(later_jobs[0].id)
     assert client.cancel_jobs([running.id, "none"], status=["running"]).not_cancelled == ("none",)
     assert client.cancel_jobs(status=["queued", "running"], endpoint="/v1/embeddings").cancelled == ()
     assert set(client.cancel_jobs(status=["queued", "running"]).cancelled) == {job.id for job in later_jobs[1:]}
     answer = client.cancel_jobs([job.id for job in later_jobs])
-    assert (answer.cancelled, len(answer.not_cancelled)) == ((held.id,), 8)
+    assert (answer.cancelled, len(answer.not_cancelled)) == ((paused_job.id,), 8)
     assert server.paint(num_steps=1).status_code == 200
 
 

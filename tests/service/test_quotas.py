@@ -61,8 +61,8 @@ class Served:
         self._num_keys += 1
         text, key = self.keys.add(f"app-{self._num_keys}", **quotas)  # type: ignore[arg-type]
         headers = {"Authorization": f"Bearer {text}"}
-        known = lambda: self.server.client.get("/v1/usage", headers=headers).status_code == 200  # noqa: E731
-        wait_for(known, SOON_S, "the new key")
+        is_known = lambda: self.server.client.get("/v1/usage", headers=headers).status_code == 200  # noqa: E731
+        wait_for(is_known, SOON_S, "the new key")
         return headers, key.id
 
     def use(self, key_id: str, **used: float) -> None:
@@ -134,8 +134,8 @@ def test_the_openai_client_sends_a_request_over_quota_once(served: Served) -> No
         with pytest.raises(openai.RateLimitError) as refused:
             client.images.generate(prompt="a fox")
     assert (refused.value.code, refused.value.type, len(sent)) == ("insufficient_quota", "insufficient_quota", 1)
-    with Client(served.server.url, api_key=key) as own, pytest.raises(QuotaExceeded) as exceeded:
-        own.generate("a fox")
+    with Client(served.server.url, api_key=key) as key_client, pytest.raises(QuotaExceeded) as exceeded:
+        key_client.generate("a fox")
     assert exceeded.value.retry_after_s == pytest.approx(int(refused.value.response.headers["retry-after"]), abs=60)
 
 

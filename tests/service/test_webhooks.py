@@ -410,8 +410,8 @@ def test_a_killed_server_delivers_after_its_restart_and_keys_are_separate(
             with pytest.raises(InvalidRequest, match="no webhook endpoint"):
                 other.webhook_endpoint(endpoint.id)
             assert not other.delete_webhook_endpoint(endpoint.id)
-            others = other.begin_job(GENERATIONS, BODY).id
-            until(lambda: other.job(others).is_over, "the job of the other key")
+            other_job_id = other.begin_job(GENERATIONS, BODY).id
+            until(lambda: other.job(other_job_id).is_over, "the job of the other key")
         body = BODY | {"response_format": "url"}
         job = client.begin_job(GENERATIONS, body, put_url=f"https://{HOST}/bucket/a")
         until(lambda: {request.method for request in receiver.requests} == {"POST", "PUT"}, "attempts")

@@ -51,10 +51,10 @@ def test_a_server_that_lost_its_lease_does_not_change_the_outcome_of_an_upload(
     database = open_database()
     slow, fast = Deliveries(database, clock), Deliveries(open_database(), clock)
     finish_job(database, clock, "one", put_url=PUT_URL, status="waiting")
-    lost = claim(slow)
+    lost_delivery = claim(slow)
     clock.now_s += UPLOAD_S + LEASE_RESERVE_S
     fast.succeed(claim(fast))
-    assert not slow.fail(lost, "the host of put_url did not answer within 300 s.", is_final=is_final)
+    assert not slow.fail(lost_delivery, "the host of put_url did not answer within 300 s.", is_final=is_final)
     job = Jobs(database, clock).get("key-1", "one")
     assert job is not None
     assert job.output == {"put_url": PUT_URL, "status": "delivered", "error": ""}
@@ -65,14 +65,14 @@ def test_a_server_that_lost_its_lease_does_not_delay_other_events(open_database:
     slow, fast = Deliveries(database, clock), Deliveries(open_database(), clock)
     endpoint = WebhookEndpoints(database, clock).add("key-1", "all", URL, EVENT_TYPES)
     finish_job(database, clock, "one")
-    lost = claim(slow)
+    lost_delivery = claim(slow)
     clock.now_s += EVENT_S + LEASE_RESERVE_S
     fast.succeed(claim(fast))
     finish_job(database, clock, "two")
-    assert not slow.fail(lost, "the endpoint did not answer within 15 s.")
-    found = WebhookEndpoints(database, clock).get(endpoint.id)
-    assert found is not None
-    assert found.last_error == ""
+    assert not slow.fail(lost_delivery, "the endpoint did not answer within 15 s.")
+    stored_endpoint = WebhookEndpoints(database, clock).get(endpoint.id)
+    assert stored_endpoint is not None
+    assert stored_endpoint.last_error == ""
     assert claim(fast).recipient == endpoint.id
 
 
@@ -128,10 +128,11 @@ def test_a_late_outcome_keeps_the_reason_of_a_disabled_endpoint(database: Databa
     endpoints, deliveries = WebhookEndpoints(database, clock), Deliveries(database, clock)
     endpoint = endpoints.add("key-1", "all", URL, EVENT_TYPES)
     finish_job(database, clock, "one")
-    lost = claim(deliveries)
-    endpoints.disable(endpoint.id, "disabled because the endpoint answered 410.")
-    deliveries.succeed(lost)
-    assert not deliveries.fail(lost, "the endpoint answered 500.")
-    found = endpoints.get(endpoint.id)
-    assert found is not None
-    assert (found.disabled, found.last_error) == ("disabled because the endpoint answered 410.",) * 2
+    lost_delivery = claim(deliveries)
+    reason = "disabled because the endpoint answered 410."
+    endpoints.disable(endpoint.id, reason)
+    deliveries.succeed(lost_delivery)
+    assert not deliveries.fail(lost_delivery, "the endpoint answered 500.")
+    stored_endpoint = endpoints.get(endpoint.id)
+    assert stored_endpoint is not None
+    assert (stored_endpoint.disabled, stored_endpoint.last_error) == (reason, reason)

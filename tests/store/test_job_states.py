@@ -150,9 +150,11 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(alive=st.sets(st.sampled_from(HOLDERS)))
     def reclaim(self, alive: set[str]) -> None:
-        lost = {key: job for key, job in self.model.items() if job.status == "running" and job.holder not in alive}
-        assert sorted(self.jobs.reclaim(alive)) == sorted(name for _, name in lost)
-        for job in lost.values():
+        orphaned_jobs = {
+            key: job for key, job in self.model.items() if job.status == "running" and job.holder not in alive
+        }
+        assert sorted(self.jobs.reclaim(alive)) == sorted(name for _, name in orphaned_jobs)
+        for job in orphaned_jobs.values():
             self.count_release(job)
 
     @rule(holder=st.sampled_from(HOLDERS))

@@ -360,12 +360,12 @@ def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clo
                 clock.now_s += DAY_S
                 jobs.sweep()
                 status = "expired" if status in ("queued", "paused") else status
-        found = current(jobs, name)
-        if found.status == "failed" != status:  # poison: too many attempts
-            assert found.error.startswith("poison")
+        stored_job = current(jobs, name)
+        if stored_job.status == "failed" != status:  # poison: too many attempts
+            assert stored_job.error.startswith("poison")
             status = "failed"
-        assert (found.status, found.entered[-1][0], found.is_over) == (status, status, status in OVER)
-        assert found.attempts >= 0
+        assert (stored_job.status, stored_job.entered[-1][0], stored_job.is_over) == (status, status, status in OVER)
+        assert stored_job.attempts >= 0
         assert jobs.positions([job.number]) == ({job.number: 1} if status == "queued" else {})
     jobs.cancel("key-1", name)
 

@@ -259,13 +259,16 @@ def test_endpoints_and_waiting_events_are_limited(
 
 def test_a_replaced_secret_may_stay_valid_for_a_day(endpoints: WebhookEndpoints, clock: Clock) -> None:
     endpoint = endpoints.add("key-1", "all", URL, EVENT_TYPES)
-    kept = endpoints.rotate_secret(endpoint.id, keeps_old=True)
-    assert kept is not None
-    assert (kept.old_secret, kept.old_secret_until_s) == (endpoint.secret, clock.now_s + OLD_SECRET_S)
+    with_old_secret = endpoints.rotate_secret(endpoint.id, keeps_old=True)
+    assert with_old_secret is not None
+    assert (with_old_secret.old_secret, with_old_secret.old_secret_until_s) == (
+        endpoint.secret,
+        clock.now_s + OLD_SECRET_S,
+    )
     replaced = endpoints.rotate_secret(endpoint.id, keeps_old=False)
     assert replaced is not None
     assert replaced.old_secret == b""
-    assert len({endpoint.secret, kept.secret, replaced.secret}) == 3
+    assert len({endpoint.secret, with_old_secret.secret, replaced.secret}) == 3
     assert endpoints.rotate_secret("we_none", keeps_old=False) is None
 
 
@@ -304,15 +307,15 @@ def test_a_server_that_lost_its_lease_does_not_change_the_outcome(
     database = open_database()
     slow, fast, jobs = Deliveries(database, clock), Deliveries(open_database(), clock), Jobs(database, clock)
     finish_job(jobs, put_url="https://bucket.example.org/a", status="waiting")
-    lost = claim(slow)
+    lost_delivery = claim(slow)
     clock.now_s += UPLOAD_S + LEASE_RESERVE_S
     repeated = claim(fast)
-    slow.fail(lost, "the host of put_url answered 403.", is_final=is_final)
+    slow.fail(lost_delivery, "the host of put_url answered 403.", is_final=is_final)
     fast.succeed(repeated)
     job = jobs.get("key-1", "one")
     assert job is not None
     assert (job.output["status"], job.output["error"], fast.claim()) == ("delivered", "", None)
-    slow.fail(lost, "the host of put_url answered 403.", is_final=is_final)
+    slow.fail(lost_delivery, "the host of put_url answered 403.", is_final=is_final)
     assert jobs.get("key-1", "one") == job
 
 

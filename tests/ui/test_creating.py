@@ -85,7 +85,7 @@ class Page:
         return str(self.shown["queue"])
 
     async def look_at_queue(self) -> str:
-        """Let the timer of the queue fire and return what it lists then."""
+        """Fire the timer of the queue and return the HTML of the queue afterwards."""
         self.apply(await self._events.queue.look(Request()))  # type: ignore[arg-type]
         return str(self.shown["queue"])
 

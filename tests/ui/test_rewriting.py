@@ -72,11 +72,11 @@ def test_a_rewrite_changes_the_prompt_at_its_end_and_is_not_repeated() -> None:
     async def run() -> None:
         visitors = Visitors()
         visitor = visitors.of(Request.session_hash)
-        begun = shown(visitor, WISH, Rewritten(WISH, "a <ins>red", is_done=False))
-        assert "prompt" not in begun, "the visitor may still type"
-        done = shown(visitor, WISH, Rewritten("a red fox", difference_html(WISH, "a red fox"), is_done=True))
-        assert (done["prompt"], done["undo"]["visible"]) == ("a red fox", True)
-        assert "<ins>red </ins>" in done["difference"]
+        partial_updates = shown(visitor, WISH, Rewritten(WISH, "a <ins>red", is_done=False))
+        assert "prompt" not in partial_updates, "the visitor may still type"
+        final_updates = shown(visitor, WISH, Rewritten("a red fox", difference_html(WISH, "a red fox"), is_done=True))
+        assert (final_updates["prompt"], final_updates["undo"]["visible"]) == ("a red fox", True)
+        assert "<ins>red </ins>" in final_updates["difference"]
         assert visitor.is_settled("a red fox")
         prompt, _, undo = await Rewriting(None, visitors, None).undo(Request())  # type: ignore[arg-type]
         assert (prompt, undo["visible"]) == (WISH, False)

@@ -116,8 +116,8 @@ class AdapterHandlers:
     def connect(self, prompt: gr.Textbox, negative_prompt: gr.Textbox, caption: gr.HTML) -> None:
         """Bind all events; call it inside the page's context."""
         panel, loras = self._panel, self._panel.fields["loras"]
-        chosen = [panel.lora, panel.lora_strength, loras]
-        gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, chosen, [loras, panel.words], **PRIVATE)
+        inputs = [panel.lora, panel.lora_strength, loras]
+        gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, inputs, [loras, panel.words], **PRIVATE)
         pressed = [panel.lora_strength, loras]
         panel.lora_buttons.click(self.press_lora, pressed, [panel.lora, loras, panel.words], **PRIVATE)
         prompts = [prompt, negative_prompt]
@@ -191,8 +191,8 @@ class AdapterHandlers:
         ask_for_visitor(request)
         try:
             data = await asyncio.to_thread(file.read_bytes)
-            seen = await self._server.client.control_map(data, preprocessor or "none")
-            path = await asyncio.to_thread(self._server.files.write, seen, "control-map.png")
+            control_map = await self._server.client.control_map(data, preprocessor or "none")
+            path = await asyncio.to_thread(self._server.files.write, control_map, "control-map.png")
         except (DiffserveError, OSError):
             return gr.update(visible=False)
         return gr.update(value=str(path), visible=True)

@@ -220,39 +220,39 @@ class CreateHandlers:
     async def favorite(self, picture: Any, request: gr.Request) -> list[Update]:
         """Mark the shown image as a favorite, or unmark it."""
         visitor = self._visitors.of(request.session_hash)
-        chosen = visitor.picture_at(picture)
-        if chosen is None or not chosen.history_id:
+        shown_picture = visitor.picture_at(picture)
+        if shown_picture is None or not shown_picture.history_id:
             return Screen().draw(caption=captions.status(captions.GONE, is_error=True))
         ask_for_visitor(request)
         try:
             client = self._server.client
-            change = client.remove_favorite if chosen.is_favorite else client.add_favorite
-            await change(chosen.history_id)
+            change = client.remove_favorite if shown_picture.is_favorite else client.add_favorite
+            await change(shown_picture.history_id)
         except DiffserveError as error:
             return Screen().draw(caption=captions.status(sentence(error), is_error=True))
-        changed = msgspec.structs.replace(chosen, is_favorite=not chosen.is_favorite)
-        visitor.replace(chosen, changed)
+        changed = msgspec.structs.replace(shown_picture, is_favorite=not shown_picture.is_favorite)
+        visitor.replace(shown_picture, changed)
         return Screen().draw(favorite=shown(changed)["favorite"])
 
     async def delete(self, picture: Any, request: gr.Request) -> list[Update]:
         """Delete the shown image, also from the history; the first press asks for confirmation."""
         visitor = self._visitors.of(request.session_hash)
-        chosen = visitor.picture_at(picture)
-        if chosen is None:
+        shown_picture = visitor.picture_at(picture)
+        if shown_picture is None:
             return Screen().draw(caption=captions.status(captions.GONE, is_error=True))
-        if visitor.asked != chosen.path:
-            visitor.asked = chosen.path
+        if visitor.asked != shown_picture.path:
+            visitor.asked = shown_picture.path
             return Screen().draw(delete=gr.update(value=captions.ASK))
         ask_for_visitor(request)
         try:
-            if chosen.history_id:
-                await self._server.client.forget(chosen.history_id)
-            if chosen.job:
-                await self._server.client.delete_job(chosen.job)
+            if shown_picture.history_id:
+                await self._server.client.forget(shown_picture.history_id)
+            if shown_picture.job:
+                await self._server.client.delete_job(shown_picture.job)
         except DiffserveError as error:
             return Screen().draw(caption=captions.status(sentence(error), is_error=True))
-        visitor.replace(chosen, None)
-        await asyncio.to_thread(self._server.files.discard, chosen.path)
+        visitor.replace(shown_picture, None)
+        await asyncio.to_thread(self._server.files.discard, shown_picture.path)
         return Screen().draw(**remaining(visitor))
 
     def reuse_seed(self, parameters: str) -> list[Update]:

@@ -25,7 +25,7 @@ from diffserve.client import (
 from diffserve.media.images import read_infotext
 from diffserve.media.infotext import parse_infotext, seeds_text
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
-from ui.fields import as_labelled, seeds_named, told
+from ui.fields import as_labelled, describe_fields, seeds_named
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, as_sentence, sentence
 
 
@@ -77,7 +77,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
         warnings: Warnings of the server.
         settings: A summary of the parameters.
         number: Its index in the request.
-        begun: Text about the stored latents that it started from, empty if it started from noise.
+        origin: Text about the stored latents that it started from, empty if it started from noise.
         variation_seed: The seed of its variation noise, None without a variation.
         stopped: "step 5 of 20" if it was stopped there and is not finished.
         history_id: The ID of its history entry, empty if the server keeps no history.
@@ -94,7 +94,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     settings: str
     number: int = 0
-    begun: str = ""
+    origin: str = msgspec.field(default="", name="begun")  # the name in the notes of earlier versions
     variation_seed: int | None = None
     stopped: str = ""
     history_id: str = ""
@@ -104,7 +104,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     @property
     def facts(self) -> str:
         """Summary of its parameters, such as "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
-        return f"{self.settings}, {self.label}{self.begun}"
+        return f"{self.settings}, {self.label}{self.origin}"
 
     @property
     def label(self) -> str:
@@ -291,7 +291,11 @@ class Painting:
                 self._done.add(event.image_index)
                 assert isinstance(self.request, CheckedForm), "only a checked form is painted"
                 picture = await finished_picture(
-                    self._server, event, self.request.prompt, self.request.rewrites, told(self.request.fields)
+                    self._server,
+                    event,
+                    self.request.prompt,
+                    self.request.rewrites,
+                    describe_fields(self.request.fields),
                 )
                 self.pictures = sorted([*self.pictures, picture], key=lambda each: each.number)
                 self._changed(picture)
@@ -303,7 +307,7 @@ class Painting:
 
 
 async def finished_picture(
-    server: Server, event: CompletedImage, wish: str, rewrites: bool, told_fields: Iterable[str] = (), job: str = ""
+    server: Server, event: CompletedImage, wish: str, rewrites: bool, field_texts: Iterable[str] = (), job: str = ""
 ) -> FinishedPicture:
     """Write the file of a finished image.
 
@@ -312,7 +316,7 @@ async def finished_picture(
         event: The image with its parameters.
         wish: The prompt of the request.
         rewrites: Whether the prompt was to be rewritten first.
-        told_fields: Descriptions of other fields of the request, such as "clip skip 2".
+        field_texts: Descriptions of other fields of the request, such as "clip skip 2".
         job: The ID of the job that generated it.
 
     Raises:
@@ -343,11 +347,11 @@ async def finished_picture(
                 *map(_lora_label, event.loras),
                 *(f"reference {reference.name} {reference.scale:g}" for reference in event.references),
                 *(() if event.strength is None else (f"strength {event.strength:g}",)),
-                *told_fields,
+                *field_texts,
             )
         ),
         number=event.image_index,
-        begun="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
+        origin="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
         variation_seed=event.variation_seed,
         history_id=event.history_id or "",
         stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",

@@ -42,7 +42,7 @@ NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
     "Same as an NVIDIA GPU (NV)": "device",
 }
 
-TOLD_OTHERWISE: Final = ("switch_at", "similarity_threshold")
+REPORTED_SEPARATELY: Final = ("switch_at", "similarity_threshold")
 """Fields for which :func:`doubts` has a more specific message than that the model refuses them."""
 
 SECOND_PASS_ONLY: Final = ("hires_sampler", "hires_schedule", "hires_prompt", "hires_negative_prompt")
@@ -374,11 +374,11 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         steps = f"{read.fields['Interrupted after'][:8]} of {read.fields.get('Steps', '?')[:8]} steps"
         reasons.append(f"It was interrupted after {steps}: the result will be the finished image.")
     if is_enlarged(read):
-        others = [KEYS[name] for name in SECOND_PASS_ONLY if KEYS[name] in read.fields]
+        second_pass_labels = [KEYS[name] for name in SECOND_PASS_ONLY if KEYS[name] in read.fields]
         if read.fields.get("Hires upscaler", FILTERS[0]).lower() != FILTERS[0]:
-            others.append(KEYS["hires_upscaler"])
-        if others:
-            reasons.append(f"The page has no fields for its {', '.join(others)}: the result will differ.")
+            second_pass_labels.append(KEYS["hires_upscaler"])
+        if second_pass_labels:
+            reasons.append(f"The page has no fields for its {', '.join(second_pass_labels)}: the result will differ.")
     elif "Denoising strength" in read.fields:
         reasons.append("It started from an image that is not in the file: choose that image under Edit an image.")
     if UPSCALE in read.fields:
@@ -390,7 +390,7 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
         reasons.append(f"Its last steps used the refiner {refiner[:80]}, which is not loaded: the result will differ.")
-    refused = [TYPED[name] for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
+    refused = [TYPED[name] for name in _refused(read.fields, image) if name not in REPORTED_SEPARATELY]
     if refused:
         reasons.append(
             f"The model does not support some of its settings ({', '.join(refused)}): the result will differ."

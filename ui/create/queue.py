@@ -75,7 +75,7 @@ class Queue:
         return True
 
     async def look(self, request: gr.Request) -> list[Update]:
-        """Show the current state of the jobs, and the images of those of this tab that have finished."""
+        """Show the current state of the jobs, and the images of the finished jobs of this tab."""
         ask_for_visitor(request)
         return Screen().draw(**await self.shown(self._visitors.of(request.session_hash)))
 

@@ -100,12 +100,12 @@ class ReferenceHandlers:
 
     async def use(self, picture: Any, model: str | None, request: gr.Request) -> list[Update]:
         """Add the shown ``picture``, and show the group with the references."""
-        chosen = self._visitors.of(request.session_hash).picture_at(picture)
+        shown_picture = self._visitors.of(request.session_hash).picture_at(picture)
         shown = gr.update(value="adapters")
         try:
-            if chosen is None:
+            if shown_picture is None:
                 raise InvalidRequest(GONE, param="image")
-            data = await asyncio.to_thread(chosen.path.read_bytes)
+            data = await asyncio.to_thread(shown_picture.path.read_bytes)
             data, name = await decoded(request, lambda decoder: fit_picture(data, MAX_EDGE_PX, decoder))
             return [*await self._add(data, name, model, request), shown]
         except (DiffserveError, OSError) as error:

@@ -184,7 +184,7 @@ class Rewriting:
         return "", HIDDEN
 
     async def undo(self, request: gr.Request) -> tuple[Update, ...]:
-        """Return the original prompt; Generate then paints it as it is."""
+        """Return the original prompt, which Generate then does not rewrite again."""
         return self._visitors.of(request.session_hash).wish, "", HIDDEN
 
 

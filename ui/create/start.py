@@ -133,7 +133,7 @@ class Starting:
                 raise InvalidRequest("No image was uploaded; choose one.", param="image")
             try:
                 models = await self._server.models()
-                most_px = max(image.max_side_px for image in (models.image, *models.others.values()))
+                most_px = max(image.max_side_px for image in (models.image, *models.other_models.values()))
             except EngineUnavailable:  # the server resizes it
                 most_px = None
             data, name = await decoded(request, lambda decoder: read_upload(Path(file), most_px, decoder))
@@ -146,11 +146,11 @@ class Starting:
     async def edit(self, picture: Any, request: gr.Request) -> list[Update]:
         """Use the shown ``picture``, if it belongs to this visitor."""
         visitor = self._visitors.of(request.session_hash)
-        chosen = visitor.picture_at(picture)
-        if chosen is None:
+        shown_picture = visitor.picture_at(picture)
+        if shown_picture is None:
             return [gr.skip()] * 3 + [status(GONE, is_error=True)]
-        visitor.start = chosen.path
-        return shown(chosen.path)
+        visitor.start = shown_picture.path
+        return shown(shown_picture.path)
 
     async def remove(self, request: gr.Request) -> list[Update]:
         """Remove the image to edit."""

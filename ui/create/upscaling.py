@@ -82,7 +82,7 @@ class Upscaling:
             infotext=await asyncio.to_thread(_infotext_of, done.file),
             warnings=done.warnings,
             settings=f"{done.upscaler}, {done.scale:g} times larger, {done.size}",
-            begun="",
+            origin="",
             history_id=done.files[0].history_id or "",
             is_favorite=False,
         )

@@ -271,8 +271,8 @@ class ExperimentHandlers:
 
     async def compare(self, event: gr.EventData) -> Any:
         """Show the two checked images of the grid below a slider; nothing unless there are two."""
-        chosen = event_value(event, "files")
-        files = [Path(name) for name in chosen if isinstance(name, str)] if isinstance(chosen, list) else []
+        names = event_value(event, "files")
+        files = [Path(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
         if len(files) != 2 or not all(self._server.files.contains(file) for file in files):
             return gr.update(visible=False)
         return gr.update(value=tuple(map(str, files)), visible=True)

@@ -231,8 +231,8 @@ def _connect(
             models = await server.wait_for_models()
         except DiffserveError as error:
             return gr.skip(), gr.skip(), gr.skip(), status(sentence(error), is_error=True)
-        choices = [("Default", ""), *((name, name) for name in models.others)]
-        return *_of_model(models, model), gr.update(choices=choices, visible=bool(models.others)), gr.skip()
+        choices = [("Default", ""), *((name, name) for name in models.other_models)]
+        return *_of_model(models, model), gr.update(choices=choices, visible=bool(models.other_models)), gr.skip()
 
     async def choose(model: str | None) -> tuple[Any, ...]:
         try:

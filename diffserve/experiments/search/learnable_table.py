@@ -112,7 +112,7 @@ class LearnableTable(torch.nn.Module):
         Args:
             row: The row.
             x_weight: Weight of the latents.
-            estimate_weights: Weights of the denoised estimate and of those of earlier rows, newest first; at most
+            estimate_weights: Weights of the denoised estimates of this row and of earlier rows, newest first; at most
                 row + 1 and HISTORY + 1 numbers.
         """
         for parameter in (self.x_weight, self.denoised_weight, self.slope_weight):

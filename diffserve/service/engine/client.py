@@ -132,7 +132,7 @@ class EngineClient:
     def retry_after_s(self) -> float:
         """Expected seconds until the engine is ready, at least 1, based on the last load time.
 
-        An engine that is overdue is expected to take as long again as it is late.
+        An engine that is overdue is expected to need the overdue time once more, up to ``LONGEST_OVERDUE_S``.
         """
         left_s = self._ready_at_s - self._now()
         return max(1.0, left_s, min(-left_s, LONGEST_OVERDUE_S))

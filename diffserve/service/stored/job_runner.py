@@ -296,7 +296,7 @@ class JobRunner:
 
 @asynccontextmanager
 async def _holding(folder: Path, holder: str) -> AsyncIterator[None]:
-    """Hold the lock file of the process ``holder`` for the block; nobody reclaims its jobs while the file is locked."""
+    """Hold the lock file of the process ``holder`` for the block; while it is locked, no process reclaims the jobs."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     new, path = folder / f"{holder}.new", folder / f"{holder}.lock"
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -310,7 +310,7 @@ async def _holding(folder: Path, holder: str) -> AsyncIterator[None]:
 
 
 def _holders(folder: Path) -> set[str]:
-    """Return the names of the processes that hold a lock, and remove the lock files of those that have ended."""
+    """Return the names of the processes that hold a lock, and remove the lock files of ended processes."""
     alive = set()
     for path in folder.glob("*.lock"):
         with suppress(FileNotFoundError), path.open("r+b") as lock:

@@ -64,7 +64,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
 class OutputBody(BaseModel):
-    """Where the result of a job goes, in addition to ``GET /v1/jobs/{id}/result``."""
+    """Destination of the result of a job, in addition to ``GET /v1/jobs/{id}/result``."""
 
     model_config = ConfigDict(strict=True, extra="forbid", title="JobOutput")
 
@@ -350,8 +350,8 @@ class JobRoutes:
         for job in cancelled:
             self._runner.stop(job)
         ids = [job.id for job in cancelled]
-        others = [name for name in dict.fromkeys(body.ids or ()) if name not in set(ids)]
-        return JSONResponse({"object": "job.cancellation", "cancelled": ids, "not_cancelled": others})
+        not_cancelled = [name for name in dict.fromkeys(body.ids or ()) if name not in set(ids)]
+        return JSONResponse({"object": "job.cancellation", "cancelled": ids, "not_cancelled": not_cancelled})
 
     async def pause(self, request: Request, job_id: str) -> Response:
         """Hold back a queued or running job; one that runs is stopped and later continues from its captured state."""
