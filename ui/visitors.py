@@ -325,10 +325,10 @@ class Visitors:
         self._forget(key)
         return visitor
 
-    def rewrite_of(self, session: str | None) -> str:
-        """Return the last rewrite of the visitor of ``session``, "" before it has one; no visitor is created."""
+    def rewrite_of(self, session: str | None) -> tuple[str, str]:
+        """Return wish and prompt of the last rewrite in ``session``, empty before it has one; no visitor is created."""
         visitor = self._visitors.get(self._tokens.get(session or "", session or ""))
-        return "" if visitor is None else visitor.rewrite
+        return ("", "") if visitor is None else (visitor.wish, visitor.rewrite)
 
     def leave(self, session: str | None) -> None:
         """Stop the requests of a closed page: at once without a token, else after the grace period."""

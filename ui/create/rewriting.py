@@ -179,8 +179,9 @@ class Rewriting:
 
     async def look(self, prompt: str | None, request: gr.Request) -> tuple[Update, ...]:
         """Return (difference, undo) after a change of the prompt: they are shown while it is the last rewrite."""
-        if prompt and prompt == self._visitors.rewrite_of(request.session_hash):
-            return gr.skip(), SHOWN
+        wish, rewrite = self._visitors.rewrite_of(request.session_hash)
+        if prompt and prompt == rewrite:
+            return difference_html(wish, rewrite), SHOWN
         return "", HIDDEN
 
     async def undo(self, request: gr.Request) -> tuple[Update, ...]:
