@@ -1,7 +1,9 @@
-"""Child processes: signals, message frames, and the wait policy of their threads."""
+"""Processes: signals, message frames, the wait policy of their threads, and the arenas of their heaps."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import socket
 import struct
@@ -16,6 +18,27 @@ def leave_stopping_to_parent() -> None:
     """Ignore the signals that end a server; the child exits when the server closes the connection."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+MALLOC_ARENAS: Final = 2
+MALLOC_ARENA_MAX: Final = "MALLOC_ARENA_MAX"
+M_ARENA_MAX: Final = -8
+"""glibc's number of the option (malloc.h)."""
+
+
+def limit_arenas(environment: MutableMapping[str, str]) -> None:
+    """Limit the heap arenas of processes started with ``environment``, unless the user has set it.
+
+    By default glibc makes up to eight arenas for each core, and each one fragments for itself.
+    """
+    environment.setdefault(MALLOC_ARENA_MAX, str(MALLOC_ARENAS))
+
+
+def limit_own_arenas() -> None:
+    """Limit the heap arenas of this process as ``limit_arenas`` does; do nothing without glibc."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None and MALLOC_ARENA_MAX not in os.environ:
+        set_option(M_ARENA_MAX, MALLOC_ARENAS)
 
 
 HEADER: Final = struct.Struct(">I")

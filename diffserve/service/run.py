@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from diffserve.api.errors import ConfigError, EngineUnavailable
 from diffserve.faults import install_kills
 from diffserve.logs import json_logs
-from diffserve.processes import STOP_SIGNALS
+from diffserve.processes import STOP_SIGNALS, limit_own_arenas
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.local import describe_engines, open_engines
 from diffserve.service.front import Front
@@ -61,6 +61,7 @@ def serve(
         DiffserveError: The model cannot be loaded.
     """
     install_kills()
+    limit_own_arenas()
     database, ring = open_store(settings)
     page = None if mount_page is None else Page(mount_page)
     lock = contextlib.nullcontext() if database is None else database.in_use()

@@ -32,7 +32,7 @@ from diffserve.api.errors import (
 )
 from diffserve.api.types import Progress, ServedModel
 from diffserve.logs import Lines, pass_on
-from diffserve.processes import bound_spinning
+from diffserve.processes import bound_spinning, limit_arenas
 from diffserve.service.engine.engines import END_OF_JOB, Job
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
@@ -40,7 +40,6 @@ from diffserve.service.metrics import Metrics
 ENGINE_MODULE = "diffserve.engine.process"
 READ_BYTES = 1 << 18
 LEAST_WORK_S = 0.1
-MALLOC_ARENAS = "2"
 """Heaps of glibc in an engine: the default is eight per core, and free memory of one is not used by the others."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
@@ -113,7 +112,7 @@ class EngineConnection:
         """Start a process; raise OSError if that is impossible."""
         environment = os.environ | _OFFLINE
         bound_spinning(environment)
-        environment.setdefault("MALLOC_ARENA_MAX", MALLOC_ARENAS)
+        limit_arenas(environment)
         server_end, engine_end = socket.socketpair()
         with engine_end, EngineOutput() as output:
             process = await asyncio.create_subprocess_exec(
