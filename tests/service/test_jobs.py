@@ -15,6 +15,7 @@ import pytest
 from diffserve.api.errors import DiffserveError
 from diffserve.client import Client, JobEvent, JobProgress, StoredJob
 from diffserve.service.http.middleware import PICTURE_BODY_BYTES, TEXT_BODY_BYTES
+from diffserve.service.lifecycle import WARNINGS
 from diffserve.service.stored.job_runner import JOBS_AT_ONCE
 from diffserve.store import Database, Keys
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
@@ -109,6 +110,12 @@ def test_bad_jobs_are_refused(server: RunningServer, fields: dict[str, Any], cod
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
     assert part in error["message"]
+
+
+def test_unknown_fields_of_a_job_are_named_in_a_warning(server: RunningServer) -> None:
+    answer = server.client.post(JOBS, json={"endpoint": GENERATIONS, "body": BODY, "webhook": "https://example.org"})
+    assert answer.status_code == 202
+    assert answer.headers[WARNINGS] == "unknown fields were ignored: webhook."
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])

@@ -30,9 +30,16 @@ from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
 from diffserve.service.images.image_store import base_url_of
 from diffserve.service.images.schemas import MAX_PICTURES
-from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body, read_json
+from diffserve.service.lifecycle import (
+    Draining,
+    in_thread_if_long,
+    interruption,
+    read_body,
+    read_json,
+    warning_headers,
+)
 from diffserve.service.models import Offer
-from diffserve.service.stored.batch_runner import is_stream
+from diffserve.service.stored.background import early_answer_of, refuse_early_answers
 from diffserve.service.stored.files import list_response
 from diffserve.service.stored.idempotency import KEY_REUSED, REPLAYED, Idempotency, check_key, key_reused
 from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
@@ -178,12 +185,7 @@ class JobRoutes:
         max_bytes = json_limit(endpoint, sys.maxsize)
         if len(content) > max_bytes:
             raise too_long(max_bytes)
-        if is_stream(msgspec.Raw(content)):
-            message = "stream is true; jobs do not stream, leave it out and read the events of the job."
-            raise InvalidRequest(message, param="stream", code="unsupported_value")
-        if _is_background(content):
-            message = "background is true; a job runs in the background, leave it out and read the result of the job."
-            raise InvalidRequest(message, param="background", code="unsupported_value")
+        refuse_early_answers(content, "jobs do not stream but have events", "a job runs in the background")
         output = {"base_url": base_url_of(request, "")}
         if body.output is not None:
             check_url(self._uploads, body.output.put_url, "output.put_url", "upload_hosts")
@@ -195,7 +197,9 @@ class JobRoutes:
             if error.code == "job_exists":
                 raise HttpError(409, error.message, code="job_exists") from None
             raise
-        return await self._response(job, 202 if is_new else 200)
+        response = await self._response(job, 202 if is_new else 200)
+        response.headers.update(warning_headers(body.warnings))
+        return response
 
     async def _add(
         self,
@@ -235,7 +239,7 @@ class JobRoutes:
         if owner is None:
             return None
         content = await self._body_of(request, endpoint)
-        if is_stream(msgspec.Raw(content)) or _is_background(content):
+        if early_answer_of(content).is_requested:
             return None
         if idempotency is not None:
             await idempotency.refuse_answered(request)
@@ -466,15 +470,6 @@ def _output_object(job: Job) -> dict[str, Any] | None:
         return None
     url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
     return {"put_url": url, "status": job.output["status"], "error": error or None}
-
-
-class _MayBeBackground(msgspec.Struct):
-    background: Any = None
-
-
-def _is_background(content: bytes) -> bool:
-    """Return whether ``content`` requests a background response; in image requests, ``background`` is a word."""
-    return msgspec.json.decode(content, type=_MayBeBackground).background is True
 
 
 class _Prompted(msgspec.Struct):
