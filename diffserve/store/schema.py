@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -190,6 +190,7 @@ jobs = _table(
     _integer("result_bytes"),
     _text("output", default="'{}'"),
     _integer("body_bytes", default="0"),
+    Column("prompt", Text),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
     Index("jobs_by_status", "status", "owner", "number", "body_bytes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -206,6 +207,26 @@ def test_two_servers_claim_every_job_once(open_database: OpenDatabase) -> None:
     page = servers[0].page("key-1", PageSelection(100), JobFilter(("succeeded",)))
     assert page is not None
     assert {len(job.entered) for job in page[0]} == {3}
+
+
+def test_bodies_are_only_read_to_run_their_jobs(jobs: Jobs) -> None:
+    size = 1 << 20
+    body = f'{{"image": "{"a" * size}", "prompt": "a \\u0000fox"}}'
+    for number in range(8):
+        jobs.add("key-1", str(number), PATH, body, DAY_S)
+    assert jobs.body(claim(jobs)) == body
+    tracemalloc.start()
+    try:
+        page = jobs.page("key-1", PageSelection(8), JobFilter())
+        assert page is not None
+        assert [job.prompt for job in page[0]] == ["a fox"] * 8
+        assert jobs.pause("key-1", "0") is not None
+        assert jobs.resume("key-1", "0") is not None
+        jobs.drain(claim(jobs))
+        assert len(jobs.cancel_many("key-1", None, JobFilter())) == 8
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
 
 
 def test_owners_take_turns(jobs: Jobs) -> None:

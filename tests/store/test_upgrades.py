@@ -131,7 +131,7 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
         assert connection.execute("PRAGMA user_version").fetchone() == (LAST_USER_VERSION,)
 
 
-def test_the_revision_before_the_last_is_upgraded_with_its_jobs(open_database: OpenDatabase) -> None:
+def test_an_earlier_revision_is_upgraded_with_its_jobs(open_database: OpenDatabase) -> None:
     body = '{"prompt": "a fox on the schöne beach"}'
     database = open_database()
     Jobs(database).add("key-1", "one", "/v1/images/generations", body, 60.0)
@@ -140,11 +140,15 @@ def test_the_revision_before_the_last_is_upgraded_with_its_jobs(open_database: O
             "DROP INDEX jobs_by_status",
             "CREATE INDEX jobs_by_status ON jobs (status, owner, number)",
             "ALTER TABLE jobs DROP COLUMN body_bytes",
+            "ALTER TABLE jobs DROP COLUMN prompt",
             "ALTER TABLE batches DROP COLUMN base_url",
             "UPDATE alembic_version SET version_num = '0004'",
         ):
             connection.execute(text(statement))
     upgraded = open_database()
+    job = Jobs(upgraded).get("key-1", "one")
+    assert job is not None
+    assert (job.prompt, Jobs(upgraded).body(job)) == ("a fox on the schöne beach", body)
     with upgraded.reading() as connection:
         assert connection.execute(select(jobs_table.c.body, jobs_table.c.body_bytes)).all() == [(body, len(body) + 1)]
         context = MigrationContext.configure(connection, opts={"compare_server_default": True})
