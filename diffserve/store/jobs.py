@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.faults import reach
 from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row, select_rows
 from diffserve.store.deliveries import add_upload
 from diffserve.store.files import require_room
-from diffserve.store.schema import jobs
+from diffserve.store.schema import job_bodies, jobs
 from diffserve.store.webhooks import add_event
 
 FOLDER: Final = "jobs"
@@ -34,6 +34,8 @@ FILES_AT_ONCE: Final = 500
 """Number of files that a sweep compares with their rows at once."""
 
 KEPT_S: Final = 7 * 24 * 3600.0
+"""Time for which a finished job is kept after the latest time at which it could begin."""
+
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
 
@@ -59,7 +61,7 @@ OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of a job without the body of its request, which may have megabytes (``Jobs.body``).
+    """Row of a job; the body of its request, which may have megabytes, is read with ``Jobs.body``.
 
     Attributes:
         number: Position in the order of creation.
@@ -112,7 +114,6 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: str
     endpoint: str
-    body: str
     status: Status
     error: str = ""
     events: str
@@ -184,7 +185,7 @@ class Jobs:
         """
         now_s = self._clock()
         new = NewJob(
-            id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
+            id=name, owner=owner, endpoint=endpoint, status="queued", events=_events([], "queued", now_s),
             created_s=now_s, expires_s=now_s + timeout_s, output=output or {}, body_bytes=len(body.encode()),
             prompt=_prompt_of(body),
         )  # fmt: skip
@@ -210,9 +211,10 @@ class Jobs:
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
             job = find_row(connection, Job, jobs, owner=owner, id=name)
+            assert job is not None
+            connection.execute(insert(job_bodies), {"number": job.number, "body": body})
             reach("job_inserted")
         reach("job_added")
-        assert job is not None
         return job, True
 
     def get(self, owner: str, name: str) -> Job | None:
@@ -394,8 +396,7 @@ class Jobs:
     def delete(self, job: Job) -> None:
         """Delete a finished job with its result; ``sweep`` removes what else is left of it."""
         with self._database.writing() as connection:
-            is_over = jobs.c.status.in_(OVER)
-            connection.execute(delete(jobs).where(jobs.c.number == job.number, is_over))
+            _delete(connection, (jobs.c.number == job.number) & jobs.c.status.in_(OVER))
         reach("job_deleted")
         self._path(job).unlink(missing_ok=True)
 
@@ -417,9 +418,9 @@ class Jobs:
         """Expire queued jobs whose time has passed, delete old finished jobs, and remove files that no job needs."""
         now_s = self._clock()
         is_late = jobs.c.status.in_(NOT_BEGUN) & (jobs.c.expires_s <= now_s)
-        is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        is_old = jobs.c.status.in_(OVER) & (jobs.c.expires_s < now_s - KEPT_S)
         with self._database.writing() as connection:
-            connection.execute(delete(jobs).where(is_old))
+            _delete(connection, is_old)
         with self._database.reading() as connection:
             late = connection.execute(select(jobs.c.owner, jobs.c.id).where(is_late)).all()
         for owner, name in late:
@@ -508,8 +509,15 @@ class Jobs:
         return msgspec.structs.replace(job, **changes)
 
 
+def _delete(connection: Connection, is_chosen: ColumnElement[bool]) -> None:
+    """Delete jobs with the bodies of their requests."""
+    numbers = select(jobs.c.number).where(is_chosen)
+    connection.execute(delete(job_bodies).where(job_bodies.c.number.in_(numbers)))
+    connection.execute(delete(jobs).where(is_chosen))
+
+
 def _read_body(connection: Connection, number: int) -> str:
-    return connection.execute(select(jobs.c.body).where(jobs.c.number == number)).scalar() or ""
+    return connection.execute(select(job_bodies.c.body).where(job_bodies.c.number == number)).scalar() or ""
 
 
 class _Prompted(msgspec.Struct):

@@ -176,7 +176,6 @@ jobs = _table(
     _text("id"),
     _text("owner"),
     _text("endpoint"),
-    _text("body"),
     _text("status"),
     _text("error"),
     _text("events"),
@@ -195,6 +194,11 @@ jobs = _table(
     Index("jobs_by_owner", "owner", "number"),
     Index("jobs_by_status", "status", "owner", "number", "body_bytes"),
     has_number=True,
+)
+job_bodies = _table(
+    "job_bodies",  # apart from the jobs, so that these are read and changed without it
+    _integer("number", key=True),
+    _text("body"),
 )
 webhook_endpoints = _table(
     "webhook_endpoints",

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import func, select
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database
@@ -26,6 +27,7 @@ from diffserve.store.jobs import (
     Jobs,
     Status,
 )
+from diffserve.store.schema import job_bodies
 from tests.store.conftest import OpenDatabase
 
 PATH = "/v1/images/generations"
@@ -159,7 +161,7 @@ def test_files_that_no_job_needs_are_removed(jobs: Jobs, clock: Clock) -> None:
     assert jobs.result(current(jobs)) == b"good"
 
 
-def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
+def test_expiry_deletion_and_pages(database: Database, jobs: Jobs, clock: Clock) -> None:
     for number in range(5):
         jobs.add("key-1", f"job-{number}", PATH if number else "/v1/embeddings", "{}", 60.0 if number == 3 else DAY_S)
     clock.now_s += 61.0
@@ -187,6 +189,23 @@ def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
     jobs.sweep()
     assert jobs.get("key-1", "job-3") is None
     assert current(jobs, "job-1").status == "expired"
+    clock.now_s += KEPT_S
+    jobs.sweep()
+    with database.reading() as connection:
+        assert connection.execute(select(func.count()).select_from(job_bodies)).scalar_one() == 0
+
+
+def test_the_result_of_a_job_that_waited_for_days_is_kept(jobs: Jobs, clock: Clock) -> None:
+    jobs.add("key-1", "one", PATH, "{}", KEPT_S)
+    clock.now_s += KEPT_S - 1.0
+    leased = claim(jobs)
+    clock.now_s += 2.0
+    assert jobs.finish(leased, "succeeded", (200, b"done"))
+    jobs.sweep()
+    assert jobs.result(current(jobs)) == b"done"
+    clock.now_s += KEPT_S
+    jobs.sweep()
+    assert jobs.get("key-1", "one") is None
 
 
 def test_two_servers_claim_every_job_once(open_database: OpenDatabase) -> None:
