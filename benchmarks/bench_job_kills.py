@@ -54,9 +54,6 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "deepcache": {"sampler": "euler", "cache_interval": 3},
 }
 NUM_STEPS: Final = 100
-MAX_STEPS_BETWEEN: Final = 300
-"""Largest number of steps of all images between two kills."""
-
 MAX_REPEATED_STEPS: Final = 5
 MAX_REPEATED_S: Final = 3.0
 OVER_S: Final = 600.0
@@ -105,14 +102,15 @@ def calls_of(num_jobs: int) -> dict[str, Call]:
 
 
 class Servers:
-    """Servers with one data folder, and their kills."""
+    """Servers with one data folder, and their kills; ``steps_between`` is the largest number of steps between two."""
 
-    def __init__(self, folder: Path, url: str, num_servers: int, seed: int) -> None:
+    def __init__(self, folder: Path, url: str, num_servers: int, seed: int, steps_between: int) -> None:
         self.data = folder / "data"
         self.steps_file = folder / "steps"
         self.kills = Counter[str]()
         self._random = random.Random(seed)
         self._folder = folder
+        self._steps_between = steps_between
         os.environ |= {STEPS_FILE: str(self.steps_file), "DIFFSERVE_STORE_URL": url}
         os.environ |= {"DIFFSERVE_SERVE_SPARE_ENGINE": "false"}
         self._running = [self._start() for _ in range(num_servers)]
@@ -131,7 +129,7 @@ class Servers:
 
     def kill_one(self) -> None:
         """Kill a random server or its engine, a random number of steps after the last kill."""
-        num_steps, until_s = self._num_steps() + self._random.randint(1, MAX_STEPS_BETWEEN), time.monotonic() + OVER_S
+        num_steps, until_s = self._num_steps() + self._random.randint(1, self._steps_between), time.monotonic() + OVER_S
         while self._num_steps() < num_steps and time.monotonic() < until_s and self.unfinished():
             self.restart_ended()
             time.sleep(0.02)
@@ -230,12 +228,12 @@ def check(servers: Servers, calls: dict[str, Call]) -> dict[str, Any]:
     }
 
 
-def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int) -> dict[str, Any]:
+def measure(num_jobs: int, num_kills: int, num_servers: int, url: str, seed: int, steps_between: int) -> dict[str, Any]:
     """Run the jobs with the kills and return the figures."""
     calls = calls_of(num_jobs)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="diffserve-kills-") as folder:
-        servers = Servers(Path(folder), url, num_servers, seed)
+        servers = Servers(Path(folder), url, num_servers, seed, steps_between)
         try:
             for name, (endpoint, body) in calls.items():
                 fields = {"endpoint": endpoint, "body": body}
@@ -286,18 +284,21 @@ def main(
     kills: Annotated[int, typer.Option(min=0, help="Number of kills.")] = 40,
     servers: Annotated[int, typer.Option(min=1, help="Servers that run at the same time.")] = 1,
     postgresql: Annotated[str, typer.Option(help="Address of an empty PostgreSQL database; empty: SQLite.")] = "",
+    steps_between: Annotated[
+        int, typer.Option(min=1, help="Largest number of steps of all images between kills.")
+    ] = 300,
     seed: Annotated[int, typer.Option(help="Seed of the times and victims of the kills.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File for the JSON results.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    options = f"--jobs {jobs} --kills {kills} --servers {servers} --seed {seed}"
+    options = f"--jobs {jobs} --kills {kills} --servers {servers} --steps-between {steps_between} --seed {seed}"
     document = {
         "benchmark": "job_kills",
         "command": f"python benchmarks/bench_job_kills.py {options}{' --postgresql URL' if postgresql else ''}",
         "hardware": hardware("cpu"),
         "versions": versions(),
         "store": "postgresql" if postgresql else "sqlite",
-        **measure(jobs, kills, servers, postgresql, seed),
+        **measure(jobs, kills, servers, postgresql, seed, steps_between),
     }
     write(document, out or RESULTS / f"job-kills-{document['store']}.json")
     print(json.dumps(document), flush=True)

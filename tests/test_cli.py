@@ -420,7 +420,7 @@ def test_doctor_lists_the_files_that_requests_can_name_and_why_some_are_refused(
     (tmp_path / "upscalers" / "old.pth").write_bytes(b"anything")
     (tmp_path / "controlnets").mkdir()
     (tmp_path / "controlnets" / "single.safetensors").write_bytes(b"anything")
-    for name, lines in (("color", "red\nblue\n"), ("empty", "\n")):
+    for name, lines in (("color", "red\nblue\n"), ("empty", "\n"), ("fox", "a __animal__"), ("animal", "cat\n__fox__")):
         (tmp_path / "wildcards").mkdir(exist_ok=True)
         (tmp_path / "wildcards" / f"{name}.txt").write_text(lines)
     kinds = ("reference", "upscaler", "controlnet", "wildcard")
@@ -434,6 +434,7 @@ def test_doctor_lists_the_files_that_requests_can_name_and_why_some_are_refused(
     assert listed["upscalers", "old"].startswith("refused: is a pickle")
     assert listed["controlnets", "single"].startswith("refused: ")
     assert listed["wildcards", "empty"].startswith("refused: the template names __empty__; its file has no lines")
+    assert listed["wildcards", "fox"].startswith("refused: __fox__ includes itself (fox.txt -> animal.txt -> fox.txt)")
 
 
 def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_unreachable_server_and_full_disk_stop_the_batch_with_a_hint(
     assert batch(file, "-o", tmp_path / "away", "--server", "http://127.0.0.1:9") == 2
     error = capsys.readouterr().err
     assert "no server answers" in error
-    assert "0 lines are done; run the same command again to continue." in error
+    assert "diffserve serve; 0 lines are done; run the same command again to continue." in error
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
     code, folder = f"{full}; from diffserve.cli import main; main()", tmp_path / "full"
     command = [sys.executable, "-c", code, "batch", str(file), "-o", str(folder), "--server", server.url]

@@ -61,6 +61,9 @@ def test_an_unreachable_server_and_missing_ids_are_errors_of_one_line(capsys: py
         main(["jobs", "cancel"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == "diffserve: no job is given; give IDs of jobs, or --status queued.\n"
+    with pytest.raises(SystemExit):
+        main(["jobs", "show", ""])
+    assert capsys.readouterr().err == "diffserve: the ID for /v1/jobs is empty; give an ID.\n"
 
 
 @pytest.mark.slow
@@ -72,13 +75,22 @@ def test_a_job_is_watched_shown_and_its_images_are_written(run: Run, client: Cli
         "queued", "running", "succeeded",
     ]  # fmt: skip
     code, lines, _ = run("show", "fox")
-    assert (code, dict(line.split(maxsplit=1) for line in lines)["status"]) == (0, "succeeded")
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert (code, shown["status"], shown["prompt"]) == (0, "succeeded", "a red fox")
     assert json.loads(run("show", "fox", "--json")[1][0])["attempts"] == 1
     code, lines, _ = run("result", "fox", "-o", tmp_path / "out")
     names = ["fox-1.jpg", "fox-2.jpg"]
     assert (code, lines) == (0, [str(tmp_path / "out" / name) for name in names])
     images = [entry["b64_json"] for entry in json.loads(run("result", "fox")[1][0])["data"]]
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == [base64.b64decode(image) for image in images]
+    file = tmp_path / "out" / names[0]
+    _, _, error = run("result", "fox", "-o", file)
+    assert error == f"diffserve: --output is {str(file)!r}, which is a file; give a folder.\n"
+    tools = [{"type": "image_generation", "output_format": "webp", "num_inference_steps": 2}]
+    client.put_job("apple", "/v1/responses", {"input": "a red apple", "tools": tools})
+    assert run("watch", "apple")[0] == 0
+    assert run("result", "apple", "-o", tmp_path / "out")[:2] == (0, [str(tmp_path / "out" / "apple.webp")])
+    assert (tmp_path / "out" / "apple.webp").read_bytes().startswith(b"RIFF")
     client.put_job("bad", GENERATIONS, BODY | {"loras": [{"name": "none"}]})
     code, lines, _ = run("watch", "bad")
     assert (code, "none" in lines[-1]) == (1, True)

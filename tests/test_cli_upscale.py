@@ -15,6 +15,7 @@ from diffserve.api.types import Picture
 from diffserve.media.images import encode_image, read_infotext
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.provenance import examine
+from diffserve.media.upscaling import FLATTENED
 from diffserve.models.upscalers import EMBEDDED_UPSCALER
 from tests.service.server import RunningServer
 from tests.test_cli import Run
@@ -65,6 +66,18 @@ def test_options_choose_upscaler_scale_size_and_format(run: Run, image: Path, tm
         assert size_of(tmp_path / "large.webp") == size
     listed = run("list", "upscalers", *folder)
     assert listed.out.split() == ["small", EMBEDDED_UPSCALER, "lanczos", "nearest"]
+
+
+def test_a_note_says_that_transparency_was_removed(run: Run, image: Path, tmp_path: Path) -> None:
+    with Image.open(image) as opened:
+        opened.putalpha(0)
+        opened.save(tmp_path / "clear.png")
+    done = run("upscale", "clear.png", "--upscaler", "nearest")
+    assert done.code == 0
+    assert done.err == f"note: IMAGE {FLATTENED}\n"
+    with Image.open(tmp_path / "clear-upscaled.png") as opened:
+        assert (opened.mode, opened.getextrema()) == ("RGB", ((255, 255),) * 3)
+    assert run("upscale", image, "--upscaler", "nearest").err == ""
 
 
 @pytest.mark.parametrize(

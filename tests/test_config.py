@@ -222,6 +222,12 @@ def test_error_about_a_variable_names_it() -> None:
         load_settings(env={"DIFFSERVE_SERVER_PORT": "8000"})
 
 
+def test_variables_of_the_clients_are_not_settings() -> None:
+    """A shell that exports the address of a server can also start one."""
+    variables = {"DIFFSERVE_SERVER": "http://127.0.0.1:8000", "DIFFSERVE_API_KEY": "key"}
+    assert load_settings(env=variables) == load_settings(env={})
+
+
 def test_error_about_an_option_names_it() -> None:
     with pytest.raises(ConfigError, match=r"^--sampler: "):
         load_settings(env={}, flags={"model.sampler": Flag("--sampler", "eular")})

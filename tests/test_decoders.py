@@ -86,6 +86,8 @@ def test_a_decoder_process_returns_the_same_results_as_direct_calls(decoder: Ima
     assert decoder.decode_with_mask(file) == (images.decode_image(file), None)
     assert decoder.read_infotext(file) == images.read_infotext(file)
     assert decoder.read_infotext(transparent) is None
+    assert decoder.has_transparency(transparent)
+    assert not decoder.has_transparency(file)
     assert decoder.examine(file) == examine(file)
 
 

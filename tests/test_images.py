@@ -24,6 +24,7 @@ from diffserve.media.images import (
     decode_mask,
     decode_with_mask,
     encode_image,
+    has_transparency,
     image_format_of,
     read_infotext,
     resize,
@@ -439,6 +440,27 @@ def test_transparent_pixels_become_a_mask() -> None:
     opaque = BytesIO()
     Image.new("RGBA", (2, 2), (1, 2, 3, 255)).save(opaque, "PNG")
     assert decode_with_mask(opaque.getvalue())[1] is None
+
+
+def test_transparency_is_any_pixel_that_is_not_opaque() -> None:
+    def is_transparent(image: Image.Image, kind: str = "PNG", **options: Any) -> bool:
+        file = BytesIO()
+        image.save(file, kind, **options)
+        return has_transparency(file.getvalue())
+
+    almost = Image.new("RGBA", (2, 2), (1, 2, 3, 255))
+    assert not is_transparent(almost)
+    almost.putpixel((1, 1), (1, 2, 3, 254))
+    assert is_transparent(almost)
+    assert is_transparent(almost.convert("LA"))
+    assert is_transparent(almost, "WEBP", lossless=True)
+    gray = Image.fromarray(np.array([[10, 20]], np.uint8))
+    assert is_transparent(gray, transparency=20)
+    assert not is_transparent(gray, transparency=30)
+    assert not is_transparent(gray)
+    assert not is_transparent(gray, "JPEG")
+    with pytest.raises(InvalidRequest, match="IMAGE is not a PNG, JPEG or WebP file"):
+        has_transparency(b"GIF89a", name="IMAGE")
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO", "PPM"])

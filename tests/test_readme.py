@@ -194,7 +194,7 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
     assert len(commands) == 1
     assert all(set(words) <= set(started) for words in commands)  # the same command, on a free port
     address = f"127.0.0.1:{page_server.port}"
-    openai, server_block = (block.text for block in python_blocks() if "127.0.0.1:8000" in block.text)
+    openai, server_block, job_block = (block.text for block in python_blocks() if "127.0.0.1:8000" in block.text)
     run_snippet(openai.replace("127.0.0.1:8000", address), tmp_path)
     with Image.open(tmp_path / "penguin.png") as image:
         assert image.size == (512, 512)
@@ -202,6 +202,10 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
     output_lines = run_snippet(server_block.replace("127.0.0.1:8000", address), tmp_path).splitlines()
     assert output_lines.count("PartialImage") == 2
     assert output_lines[-2:] == ["CompletedImage", "two dogs on the beach"]
+    output_lines = run_snippet(job_block.replace("127.0.0.1:8000", address), tmp_path).splitlines()
+    assert output_lines[-1] == "succeeded"
+    with Image.open(tmp_path / "job.png") as image:
+        assert "Seed: 7" in image.info["parameters"]
     (curl,) = (block.text for block in blocks("sh") if block.text.startswith("curl"))
     words = shlex.split(curl.partition(" | ")[0])
     url, body = words[2].replace("127.0.0.1:8000", address), words[words.index("-d") + 1]

@@ -14,6 +14,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import GenerationRequest
 from diffserve.models.loras import Lora
 from diffserve.models.templates import (
+    WildcardChecker,
     Wildcards,
     combination,
     count_combinations,
@@ -96,6 +97,28 @@ def test_a_wildcard_file_in_another_encoding_is_refused_and_a_pipe_is_skipped(tm
         wildcards.lines("latin")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         wildcards.lines("missing")
+
+
+def test_a_check_follows_the_wildcards_in_the_lines_of_a_file(wildcards: Wildcards, tmp_path: Path) -> None:
+    files = {"a": "red\n{big|__b__} fox", "b": "__c__", "c": "__colors__ {x|{y|__a__}}"}
+    files |= {"to_c": "__c__", "bad": "__no__"} | {f"deep{level}": f"__deep{level - 1}__" for level in range(1, 9)}
+    files["deep0"] = "end"
+    for name, lines in files.items():
+        (tmp_path / "words" / f"{name}.txt").write_text(lines)
+    reasons = {
+        "loop": r"__loop__ includes itself \(loop.txt -> loop.txt\); remove it from one of these files.",
+        "b": r"__b__ includes itself \(b.txt -> c.txt -> a.txt -> b.txt\)",
+        "to_c": r"__c__ includes itself \(c.txt -> a.txt -> b.txt -> c.txt\)",
+        "bad": r"names __no__; there is no no.txt",
+        "deep8": r"nested more than 8 deep",
+        "empty": r"its file has no lines",
+    }
+    for checker in (WildcardChecker(wildcards), None):  # one for all files, and one for each of them
+        for name in ("colors", "style/ink", *(f"deep{level}" for level in range(8))):
+            (checker or WildcardChecker(wildcards)).check(name)
+        for name, reason in reasons.items():
+            with pytest.raises(InvalidRequest, match=reason):
+                (checker or WildcardChecker(wildcards)).check(name)
 
 
 def test_images_of_a_request_get_their_own_prompts() -> None:

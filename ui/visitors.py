@@ -96,6 +96,7 @@ class Visitor:
         control: The file of the control image, None before one is chosen.
         references: The reference images.
         wish: The prompt before its last rewrite.
+        rewrite: The prompt after it.
         asked: The image whose deletion waits for confirmation.
         name: A name of the tab that is the same after a restart of the server.
         expected: The IDs of the tab's unfinished jobs, whose images it will show, in order.
@@ -108,9 +109,8 @@ class Visitor:
         self.trouble: str | None = None
         self.control: Path | None = None
         self.references = References()
-        self.wish = ""
+        self.wish = self.rewrite = ""
         self.asked: Path | None = None
-        self._settled: frozenset[str] = frozenset()
         self.name = name
         self.expected: list[str] = []
         self.grace_s = grace_s
@@ -160,11 +160,11 @@ class Visitor:
 
     def settle(self, wish: str, prompt: str) -> None:
         """Note that ``wish`` was rewritten to ``prompt``, so that Generate paints either without another rewrite."""
-        self.wish, self._settled = wish, frozenset((wish, prompt))
+        self.wish, self.rewrite = wish, prompt
 
     def is_settled(self, prompt: str) -> bool:
         """Whether ``prompt`` was just rewritten, or its rewrite was undone."""
-        return prompt in self._settled
+        return bool(self.rewrite) and prompt in (self.wish, self.rewrite)
 
     def picture_at(self, path: object) -> FinishedPicture | None:
         """Return the gallery's image in the file ``path``, a text or gradio's file data; None if there is none."""
@@ -324,6 +324,11 @@ class Visitors:
         self._visitors.move_to_end(key)
         self._forget(key)
         return visitor
+
+    def rewrite_of(self, session: str | None) -> tuple[str, str]:
+        """Return wish and prompt of the last rewrite in ``session``, empty before it has one; no visitor is created."""
+        visitor = self._visitors.get(self._tokens.get(session or "", session or ""))
+        return ("", "") if visitor is None else (visitor.wish, visitor.rewrite)
 
     def leave(self, session: str | None) -> None:
         """Stop the requests of a closed page: at once without a token, else after the grace period."""

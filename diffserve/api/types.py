@@ -741,6 +741,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             case.
         refused_words: Reasons why other files of that folder cannot be used, by embedding name.
         has_size_conditioning: Whether the UNet takes size conditioning (SDXL).
+        text_width: Numbers of each prompt token that the UNet reads, which differ between families; 0: unknown.
         most_clip_skip: Largest ``clip_skip``; it leaves the smallest text encoder one layer.
         embeds_guidance: Whether the UNet takes the guidance scale as an embedding, so that images have no unconditional
             row.
@@ -783,6 +784,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     shallow_share: float | None = None
     embeds_guidance: bool = False
     most_clip_skip: int = 1
+    text_width: int = 0
     has_size_conditioning: bool = False
     learnt_words: tuple[str, ...] = ()
     refused_words: dict[str, str] = {}

@@ -20,7 +20,7 @@ from diffserve.cli.names import FIELDS
 from diffserve.disk_cache import DiskCache
 from diffserve.media.provenance import Marks
 from diffserve.models.profiles import find_few_step
-from diffserve.models.templates import Wildcards
+from diffserve.models.templates import WildcardChecker, Wildcards
 from diffserve.rewriting import find_rewriter, load_style
 from diffserve.rewriting.style import EMBEDDED
 from diffserve.service.http.keys import ENV_KEY
@@ -217,9 +217,10 @@ def _files(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str
         names, refused = FIELDS[kind]
         yield from ((kind, name, "usable") for name in capabilities[names])
         yield from ((kind, name, f"refused: {reason}") for name, reason in capabilities[refused].items())
+    checker = WildcardChecker(wildcards)
     for name in wildcards.names():
         try:
-            wildcards.lines(name)
+            checker.check(name)
             yield "wildcards", name, "usable"
         except InvalidRequest as error:
             yield "wildcards", name, f"refused: {error.message}"

@@ -75,7 +75,8 @@ def show_one(server: str, job_id: str, *, is_json: bool) -> int:
     if is_json:
         show([job], is_json=True)
         return 0
-    fields = {**_cells(job), "attempts": str(job.attempts), "started": _time(job.started_at)}
+    fields = {**_cells(job), "prompt": _in_one_line(job.prompt or "")}
+    fields |= {"attempts": str(job.attempts), "started": _time(job.started_at)}
     fields |= {"finished": _time(job.finished_at), "expires": _time(job.expires_at)}
     fields |= {"error": f"{job.error.code}: {job.error.message}"} if job.error is not None else {}
     for name, value in fields.items():
@@ -141,6 +142,8 @@ def result(server: str, job_id: str, output: Path | None) -> int:
     """Print the answer of a job, or write its images to the folder ``output``."""
     with opened(server) as client:
         body = client.job_result(job_id)
+    if output is not None and output.exists() and not output.is_dir():
+        raise InvalidRequest(f"--output is {str(output)!r}, which is a file; give a folder.", param="--output")
     if output is None:
         sys.stdout.buffer.write(body + b"\n")
         sys.stdout.buffer.flush()
@@ -190,6 +193,11 @@ def _event_text(event: JobEvent | JobProgress) -> str:
     return f"{_time(event.at)} {event.status}{'' if error is None else f': {error.message}'}"
 
 
+def _in_one_line(text: str) -> str:
+    """Return ``text`` without characters that move the cursor of a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _time(seconds: float | None) -> str:
     return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -198,10 +206,17 @@ class _Image(msgspec.Struct):
     b64_json: str = ""
 
 
+class _ImageCall(msgspec.Struct):
+    type: str = ""
+    result: str | None = None
+    output_format: str = "png"
+
+
 class _Answer(msgspec.Struct):
-    """Images of OpenAI's API (``data``) or of A1111's (``images``, ``image``)."""
+    """Images of OpenAI's images (``data``) and responses (``output``), or of A1111's API (``images``, ``image``)."""
 
     data: list[_Image] = []
+    output: list[_ImageCall] = []
     images: list[str] = []
     image: str = ""
     output_format: str = "png"
@@ -213,5 +228,8 @@ def _images_in(body: bytes) -> tuple[list[str], str]:
         answer = msgspec.json.decode(body, type=_Answer)
     except msgspec.MsgspecError:
         return [], ""
-    candidates: Iterable[str] = (*(entry.b64_json for entry in answer.data), *answer.images, answer.image)
-    return [image for image in candidates if image], {"jpeg": "jpg"}.get(answer.output_format, answer.output_format)
+    calls = [call for call in answer.output if call.type == "image_generation_call" and call.result]
+    called = (call.result or "" for call in calls)
+    candidates: Iterable[str] = (*(entry.b64_json for entry in answer.data), *called, *answer.images, answer.image)
+    output_format = calls[0].output_format if calls else answer.output_format
+    return [image for image in candidates if image], {"jpeg": "jpg"}.get(output_format, output_format)

@@ -15,9 +15,17 @@ from diffserve.api.types import FILTERS, LANCZOS, NEAREST, Picture
 from diffserve.api.upscale_types import check_input_size, check_network_size
 from diffserve.cli.generate import JPEG_QUALITY, note, read_bytes
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
-from diffserve.media.images import decode_image, image_format_of, read_infotext
+from diffserve.media.images import decode_image, has_transparency, image_format_of, read_infotext
 from diffserve.media.provenance import Marks, examine
-from diffserve.media.upscaling import FILTER_SCALE, enlarge, kind_of, target_size, upscale_label, with_upscale
+from diffserve.media.upscaling import (
+    FILTER_SCALE,
+    FLATTENED,
+    enlarge,
+    kind_of,
+    target_size,
+    upscale_label,
+    with_upscale,
+)
 from diffserve.models.upscalers import UpscalerFolders, default_upscaler, read_upscaler
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
@@ -91,6 +99,8 @@ def run(arguments: UpscaleArguments, settings: Settings) -> int:
     )
     write_output(file, written)
     _report(file, f"{target.width_px}x{target.height_px}", name, time.perf_counter() - started_s)
+    if has_transparency(data, name=OPTION):
+        note(Console(stderr=True, highlight=False), f"{OPTION} {FLATTENED}")
     return 0
 
 

@@ -157,6 +157,8 @@ class AsyncStream(Generic[EventT]):
     async def __aiter__(self) -> AsyncIterator[EventT]:
         if self._response is None:
             raise RuntimeError("enter the stream's async with block before iterating over it.")
+        if self._response.status_code == httpx.codes.NO_CONTENT:  # all events were received before
+            return
         parser = EventParser()
         try:
             async for chunk in self._response.aiter_bytes():
@@ -271,7 +273,13 @@ class HttpClient:
 
 
 def resource(path: str, *parts: str) -> str:
-    """Return ``path`` extended by ``parts``, each of them quoted."""
+    """Return ``path`` extended by ``parts``, each of them quoted.
+
+    Raises:
+        InvalidRequest: A part is empty.
+    """
+    if not all(parts):
+        raise InvalidRequest(f"the ID for {path} is empty; give an ID.", param="id")
     return "/".join([path, *(quote(part, safe="") for part in parts)])
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
-from diffserve.media.images import decode_image, decode_mask, decode_with_mask, read_infotext
+from diffserve.media.images import decode_image, decode_mask, decode_with_mask, has_transparency, read_infotext
 from diffserve.media.provenance import ProvenanceReport, examine
 from diffserve.processes import frame_of, leave_stopping_to_parent, read_frame
 
@@ -38,6 +38,7 @@ FUNCTIONS: Final = {
     "decode_image": Function(decode_image, Picture),
     "decode_mask": Function(decode_mask, Picture),
     "decode_with_mask": Function(decode_with_mask, tuple[Picture, Picture | None]),
+    "has_transparency": Function(has_transparency, bool),
     "read_infotext": Function(read_infotext, str | None),
     "examine": Function(examine, ProvenanceReport),
 }

@@ -89,6 +89,11 @@ class ImageDecoder:
         images: tuple[Picture, Picture | None] = self._call("decode_with_mask", data, name=name)
         return images
 
+    def has_transparency(self, data: bytes, *, name: str = "image") -> bool:
+        """See :func:`diffserve.media.images.has_transparency`."""
+        is_transparent: bool = self._call("has_transparency", data, name=name)
+        return is_transparent
+
     def read_infotext(self, data: bytes, *, may_shorten: bool = False) -> str | None:
         """See :func:`diffserve.media.images.read_infotext`."""
         text: str | None = self._call("read_infotext", data, may_shorten=may_shorten)

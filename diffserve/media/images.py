@@ -203,6 +203,18 @@ def decode_with_mask(
     return picture, mask
 
 
+def has_transparency(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS) -> bool:
+    """Return whether an image file has pixels that are not opaque; :func:`decode_image` puts white behind them.
+
+    Raises:
+        InvalidRequest: ``data`` is not an image that can be read. The error names ``name``.
+    """
+    if not _has_alpha(_open(data, name, max_pixels)):
+        return False
+    alpha = np.asarray(_load(data, name, max_pixels).convert("RGBA"), dtype=np.uint8)[..., 3]
+    return bool((alpha < 255).any())
+
+
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 

@@ -23,6 +23,10 @@ MAX_PASSES: Final = 3
 """Runs of a network for one image: an enlargement above that of the network takes several, as in A1111."""
 
 
+FLATTENED: Final = "has transparent areas, which are white in the result: upscaled images are opaque."
+"""Warning about an image with transparency; its subject is the image."""
+
+
 class TargetSize(NamedTuple):
     """Size of the upscaled image; an image of another aspect ratio is cropped to it."""
 

@@ -23,6 +23,7 @@ from diffserve.models.model_files import (
     choose_weights,
     find_below,
     is_valid_name,
+    other_family,
     read_json,
     resolve_name,
 )
@@ -35,6 +36,9 @@ CONFIG: Final = "config.json"
 ALLOWED_CLASS: Final = "ControlNetModel"
 SINGLE_FILES: Final = (".safetensors", ".pth")
 """Suffixes of ControlNets in a single file, as other tools write them; these are not supported."""
+
+DEFAULT_TEXT_WIDTH: Final = 1280
+"""``cross_attention_dim`` of a configuration that does not name it, as in diffusers."""
 
 WORK_SHARE: Final = 0.4
 """Cost of a ControlNet row relative to a UNet row; in FLOPs, 0.33 for SD 1.5 at 512 pixels, 0.44 for SDXL at 1024."""
@@ -194,11 +198,13 @@ class ControlNetFolder:
     Attributes:
         path: The folder, which may itself be a ControlNet; "" if there is none.
         dtype: Data type of the model, which selects the variant of the weights.
+        text_width: Numbers of a prompt token of the model; ControlNets of other families do not fit. 0: any model.
     """
 
-    def __init__(self, path: str, dtype: str = "") -> None:
+    def __init__(self, path: str, dtype: str = "", text_width: int = 0) -> None:
         self.path = path
         self.dtype = dtype
+        self.text_width = text_width
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the usable ControlNets, which are their paths below the folder."""
@@ -206,11 +212,11 @@ class ControlNetFolder:
 
     def usable(self) -> dict[str, Path]:
         """Return the directories of the usable ControlNets by name, sorted."""
-        return {name: path for name, path in self._entries().items() if not self._problem(path)}
+        return {name: path for name, path in self._entries().items() if not self._listed_problem(path)}
 
     def refused(self) -> dict[str, str]:
         """Return the reason for each unusable directory or file below the folder, by name."""
-        problems = {name: self._problem(path) for name, path in self._entries().items()}
+        problems = {name: self._listed_problem(path) for name, path in self._entries().items()}
         return {name: problem for name, problem in problems.items() if problem}
 
     def find(self, name: str) -> Path:
@@ -236,6 +242,14 @@ class ControlNetFolder:
         files = {name.rpartition(".")[0]: path for name, path in below.items() if path.suffix in SINGLE_FILES}
         directories = {name: path for name, path in below.items() if path.suffix not in SINGLE_FILES}
         return {name: path for name, path in sorted((files | directories).items()) if is_valid_name(name)}
+
+    def _listed_problem(self, path: Path) -> str:
+        """Return why the model cannot use the ControlNet ``path``; "" if it is usable."""
+        problem = self._problem(path)
+        if problem:
+            return problem
+        family = other_family(read_controlnet(path).get("cross_attention_dim", DEFAULT_TEXT_WIDTH), self.text_width)
+        return family and f"it {family}."
 
     def _problem(self, path: Path) -> str:
         """Return why no model can use the ControlNet ``path``; "" if it is usable."""

@@ -83,6 +83,9 @@ KNOWN_LAYERS: Final = {
 }
 """Layer names of the supported networks, with underscores for dots."""
 
+CROSS_ATTENTION: Final = ("attn2_to_k", "attn2_to_v")
+"""Ends of the names of the UNet's layers that read the prompt."""
+
 NORM_LAYER: Final = re.compile(r"(?:.*_)?norm\d?(?:_out)?|.*_in_layers_0|.*_out_layers_0|out_0")
 
 
@@ -177,12 +180,14 @@ class LoRALayers:
         rank: Largest rank of a layer; ``WHOLE`` if the change of any layer has no low-rank form.
         words: Trigger words from the metadata.
         bundled_words: Names of embeddings in the file, which are not loaded.
+        text_width: Numbers of a prompt token that the changed layers read; 0 if no change shows it.
     """
 
     layers: dict[str, dict[str, LayerChange]]
     rank: int
     words: str = ""
     bundled_words: tuple[str, ...] = ()
+    text_width: int = 0
 
 
 def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]) -> LoRALayers:
@@ -224,7 +229,14 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
             change.declared_alpha = declared.alpha_of(change.name)
             change.is_stabilized = declared.is_stabilized
     ranks = [change.rank(shapes) for changes in layers.values() for change in changes.values()]
-    return LoRALayers(layers, WHOLE if WHOLE in ranks else max(ranks), metadata.get(WORDS_KEY, ""), tuple(bundled))
+    rank, words = WHOLE if WHOLE in ranks else max(ranks), metadata.get(WORDS_KEY, "")
+    return LoRALayers(layers, rank, words, tuple(bundled), _text_width(layers.get(UNET, {}), shapes))
+
+
+def _text_width(changes: Mapping[str, LayerChange], shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the inputs of the first cross-attention layer of ``changes`` whose change has a matrix of that size."""
+    tensors = (change.down or change.weight_delta for name, change in changes.items() if name.endswith(CROSS_ATTENTION))
+    return next((math.prod(shapes[tensor][1:]) for tensor in tensors if tensor), 0)
 
 
 def check_layers_known(content: LoRALayers) -> None:

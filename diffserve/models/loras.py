@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from diffserve.api.bounds import check, check_chars, is_relative_name
 from diffserve.api.errors import InvalidRequest
 from diffserve.models.lora_layers import MAX_RANK, InvalidLoRAError, check_layers_known, read_layers
-from diffserve.models.model_files import MAX_NAME_CHARS, find_below, is_valid_name, resolve_name
+from diffserve.models.model_files import MAX_NAME_CHARS, find_below, is_valid_name, other_family, resolve_name
 from diffserve.models.safetensors_header import FILES_KNOWN, METADATA, file_problem, read_header
 
 MAX_LORAS: Final = 8
@@ -155,18 +155,24 @@ def with_tags(prompt: str, loras: Sequence[Lora]) -> str:
 
 
 class LoraFolders:
-    """Folders of LoRA files, read again at each call; the first of several files with the same name is used."""
+    """Folders of LoRA files, read again at each call; the first of several files with the same name is used.
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    Args:
+        paths: The folders.
+        text_width: Numbers of a prompt token of the model; files of other families do not fit. 0: any model.
+    """
+
+    def __init__(self, paths: Iterable[str], text_width: int = 0) -> None:
         self.paths = tuple(Path(path).expanduser() for path in paths)
+        self.text_width = text_width
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the usable files, which are their paths below the folder without suffix."""
-        return tuple(name for name, path in self._files().items() if not lora_problem(path))
+        return tuple(name for name, path in self._files().items() if not lora_problem(path, self.text_width))
 
     def refused(self) -> dict[str, str]:
         """Return the reason for each unusable file, by name."""
-        problems = {name: lora_problem(path) for name, path in self._files().items()}
+        problems = {name: lora_problem(path, self.text_width) for name, path in self._files().items()}
         return {name: f"it {problem}." for name, problem in problems.items() if problem}
 
     def find(self, name: str) -> Path:
@@ -197,31 +203,38 @@ class LoraFolders:
         return {name: path for name, path in names.items() if is_valid_name(name)}
 
 
-def lora_problem(path: Path) -> str:
-    """Return why no model can use the LoRA file ``path``, as the end of a sentence about it; "" if it is usable.
+def lora_problem(path: Path, text_width: int = 0) -> str:
+    """Return why a model cannot use the LoRA file ``path``, as the end of a sentence about it; "" if it is usable.
 
-    The result is cached until the size or modification time of the file changes.
+    What the file holds is cached until its size or modification time changes.
+
+    Args:
+        path: The file.
+        text_width: Numbers of a prompt token of the model; 0: any model.
     """
     try:
         status = path.stat()
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return _lora_problem(path, status.st_size, status.st_mtime_ns)
+    problem, width = _examine(path, status.st_size, status.st_mtime_ns)
+    return problem or other_family(width, text_width)
 
 
 @lru_cache(FILES_KNOWN)
-def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
+def _examine(path: Path, _num_bytes: int, _changed_ns: int) -> tuple[str, int]:
+    """Return why no model can use the file ``path``, "" if it is usable, and its ``LoRALayers.text_width``."""
     problem = file_problem(path, MAX_HEADER_BYTES)
     if problem:
-        return problem
+        return problem, 0
     header = read_header(path)
     metadata = header.pop(METADATA, None) or {}
     try:
         content = read_layers({name: tensor["shape"] for name, tensor in header.items()}, metadata)
         check_layers_known(content)
     except InvalidLoRAError as error:
-        return str(error)
-    return f"has rank {content.rank}; at most {MAX_RANK} is allowed" if content.rank > MAX_RANK else ""
+        return str(error), 0
+    is_too_large = content.rank > MAX_RANK
+    return (f"has rank {content.rank}; at most {MAX_RANK} is allowed" if is_too_large else ""), content.text_width
 
 
 def _is_file(path: Path) -> bool:

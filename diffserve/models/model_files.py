@@ -254,6 +254,18 @@ def resolve_name(
     raise InvalidRequest(message, param=field or f"{kind}s", code=f"unknown_{kind}")
 
 
+def other_family(width: int, text_width: int) -> str:
+    """Return why an adapter is for models of another family, as the end of a sentence about it; "" if it may fit.
+
+    Args:
+        width: Numbers of a prompt token that the adapter reads; 0: unknown.
+        text_width: Numbers of a prompt token of the model; 0: unknown.
+    """
+    if width == text_width or not width or not text_width:
+        return ""
+    return f"is for models whose prompt tokens have {width} numbers; those of this model have {text_width}"
+
+
 def is_valid_name(name: str) -> bool:
     """Return whether a request can contain the name of an adapter."""
     with suppress(InvalidRequest):

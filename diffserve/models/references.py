@@ -26,6 +26,7 @@ from diffserve.models.model_files import (
     choose_weights,
     find_below,
     is_valid_name,
+    other_family,
     pickle_command,
     read_json,
     resolve_name,
@@ -170,21 +171,23 @@ class ReferenceFolder:
     Attributes:
         path: The folder; "" if there is none.
         dtype: Data type of the model, which selects the variant of an encoder's weights.
+        text_width: Numbers of a prompt token of the model; adapters of other families do not fit. 0: any model.
     """
 
-    def __init__(self, path: str, dtype: str = "") -> None:
+    def __init__(self, path: str, dtype: str = "", text_width: int = 0) -> None:
         self.path = path
         self.dtype = dtype
+        self.text_width = text_width
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the usable adapters, which are their paths below the folder without suffix."""
         files, encoders = self._entries()
-        return tuple(name for name, file in files.items() if not self._problem(file, encoders))
+        return tuple(name for name, file in files.items() if not self._listed_problem(file, encoders))
 
     def refused(self) -> dict[str, str]:
         """Return the reason for each unusable file below the folder, by name."""
         files, encoders = self._entries()
-        problems = {name: self._problem(file, encoders) for name, file in files.items()}
+        problems = {name: self._listed_problem(file, encoders) for name, file in files.items()}
         return {name: f"it {problem}." for name, problem in problems.items() if problem}
 
     def find(self, name: str) -> tuple[Path, ImageEncoder]:
@@ -220,6 +223,10 @@ class ReferenceFolder:
         pickles = {name.rpartition(".")[0]: path for name, path in below.items() if path.suffix in PICKLE_SUFFIXES}
         files = {name.removesuffix(SUFFIX): path for name, path in below.items() if path.suffix == SUFFIX}
         return {name: path for name, path in sorted((pickles | files).items()) if is_valid_name(name)}, encoders
+
+    def _listed_problem(self, file: Path, encoders: Sequence[ImageEncoder]) -> str:
+        """Return why the model cannot use the adapter ``file``, as ``_problem`` does."""
+        return self._problem(file, encoders) or other_family(layout_of(file).width, self.text_width)
 
     def _problem(self, file: Path, encoders: Sequence[ImageEncoder]) -> str:
         """Return why no model can use the adapter ``file``, as the end of a sentence about it; "" if it is usable."""

@@ -290,6 +290,40 @@ class Combinations(_Reader):
         raise IndexError("the index is beyond the number of combinations")
 
 
+class WildcardChecker(_Reader):
+    """Checks files of wildcards: whichever lines are chosen, a template that names a file must resolve."""
+
+    def __init__(self, wildcards: Wildcards) -> None:
+        super().__init__(wildcards)
+        self._levels: dict[str, int] = {}  # of braces and wildcards inside one another, by file
+
+    def check(self, name: str) -> None:
+        """Check the file ``name`` and the files that its lines name.
+
+        Raises:
+            InvalidRequest: A file cannot be used, or its lines lead back to it.
+        """
+        self._levels_of(Wildcard(name), (), 0)
+
+    def _levels_of(self, item: Wildcard | Choice, path: tuple[str, ...], depth: int) -> int:
+        """Return the levels of ``item``; the files ``path`` lead to it."""
+        if isinstance(item, Wildcard):
+            if item.name in path:
+                cycle = " -> ".join(f"{name}.txt" for name in (*path[path.index(item.name) :], item.name))
+                message = f"__{item.name}__ includes itself ({cycle}); remove it from one of these files."
+                raise InvalidRequest(message, param="prompt")
+            path = (*path, item.name)
+            depth += self._levels.get(item.name, 1) - 1
+        choice = self.choice_of(item, depth)
+        if isinstance(item, Wildcard) and item.name in self._levels:
+            return self._levels[item.name]
+        inner = (part for option in choice.options for part in option if not isinstance(part, str))
+        levels = 1 + max((self._levels_of(part, path, depth + 1) for part in inner), default=0)
+        if isinstance(item, Wildcard):
+            self._levels[item.name] = levels
+        return levels
+
+
 def _subsets(count: int, min_size: int, max_size: int) -> Iterator[tuple[int, ...]]:
     """Yield the subsets of ``min_size`` to ``max_size`` of ``count`` places, in order."""
     return itertools.chain.from_iterable(

@@ -115,9 +115,10 @@ def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = F
     """
     listed = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
     ending = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    effect = "so it has no effect" if len(words) == 1 else "so they have no effect"
     if negative:
-        return f"{model_id} does not know {listed}{ending} of the negative prompt, so it has no effect."
-    return f"{model_id} does not know {listed}{ending}, so it has no effect; use prompt rewriting or other words."
+        return f"{model_id} does not know {listed}{ending} of the negative prompt, {effect}."
+    return f"{model_id} does not know {listed}{ending}, {effect}; use prompt rewriting or other words."
 
 
 FEWEST_STEPS_FILE = "fewest_steps.json"

@@ -138,7 +138,7 @@ class ControlNetStore:
     """
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
-        self.folder = ControlNetFolder(model.profile.controlnet_dir, model.choice.dtype)
+        self.folder = ControlNetFolder(model.profile.controlnet_dir, model.choice.dtype, model.text_width)
         self.model = model
         self.max_bytes = max_bytes
         self._checked: LRUCache[str, None] = LRUCache(MAX_CHECKED)

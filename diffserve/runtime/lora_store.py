@@ -56,7 +56,7 @@ class LoRAStore:
     """Adapters of ``model``'s folders. Used ones stay loaded, and others up to ``max_bytes``."""
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
-        self.folder = LoraFolders(model.lora_dirs)
+        self.folder = LoraFolders(model.lora_dirs, model.text_width)
         self.model = model
         self.max_bytes = max_bytes
         self._headers: LRUCache[Stamp, Header] = LRUCache(MAX_CHECKED)

@@ -149,6 +149,11 @@ class DiffusionModel:
         return tuple(folder for folder in (self.profile.lora_dir, self.own_loras) if folder)
 
     @property
+    def text_width(self) -> int:
+        """Numbers of each prompt token that the UNet reads."""
+        return int(self.unet.network.config.cross_attention_dim)
+
+    @property
     def device(self) -> torch.device:
         """Device of the networks."""
         return self.choice.device
@@ -235,6 +240,7 @@ class DiffusionModel:
             fewest_steps=self.fewest_steps,
             shallow_share=self._shallow_share,
             has_size_conditioning=self.unet.has_size_conditioning,
+            text_width=self.text_width,
             most_clip_skip=min(model.text.most_clip_skip for model in (self, self.refiner) if model is not None),
             embeds_guidance=self.unet.guidance_dim > 0,
             learnt_words=self.text.learnt_words,

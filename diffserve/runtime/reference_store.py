@@ -68,7 +68,7 @@ class ReferenceStore:
     """
 
     def __init__(self, model: DiffusionModel, max_bytes: int, *, is_paged: bool) -> None:
-        self.folder = ReferenceFolder(model.profile.reference_dir, model.choice.dtype)
+        self.folder = ReferenceFolder(model.profile.reference_dir, model.choice.dtype, model.text_width)
         self.model = model
         self.max_bytes = max_bytes
         self._is_paged = is_paged

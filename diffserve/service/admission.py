@@ -122,6 +122,10 @@ class Admission:
         return any(item.has_waiting for item in (self.images, self.texts, self.embeddings))
 
 
+class Resumed:
+    """Event of a request that continues from a stored state: its first progress is not new work."""
+
+
 class Ticket:
     """Admitted request and the work that is left of it, by part (an image, a text).
 
@@ -153,6 +157,7 @@ class Ticket:
         self.cost_left = cost
         self._part_cost = cost / num_parts
         self._left = dict.fromkeys(range(num_parts), self._part_cost)
+        self._resumed: set[int] = set()  # parts of which no progress is known since then
         self._tell = tell
 
     @property
@@ -176,7 +181,8 @@ class Ticket:
             self.has_begun = True
             left = self._part_cost * (1.0 - share)
             done, self._left[part] = max(0.0, self._left[part] - left), left
-            self._update_cost(done)
+            self._update_cost(0.0 if part in self._resumed else done)
+            self._resumed.discard(part)
 
     def give_up(self, part: int | None = None) -> None:
         """Drop the remaining work of ``part``, or of all parts."""
@@ -206,6 +212,8 @@ class Ticket:
             return
         self.count(event)
         match event:
+            case Resumed():
+                self._resumed = set(self._left)
             case ImageFinished(result=result):
                 self.advance(result.image_index, 1.0)
             case ImageFailed(image_index=index):

@@ -463,9 +463,7 @@ def _post(
         jobs: JobRoutes | None = app.state.jobs if is_work else None
         idempotency: Idempotency | None = app.state.idempotency if IDEMPOTENCY_KEY in request.headers else None
         if jobs is not None and prefers_async(request):
-            if idempotency is not None:
-                await idempotency.refuse_answered(request)
-            accepted = await jobs.begin(request, path)
+            accepted = await jobs.begin(request, path, idempotency)
             if accepted is not None:
                 return accepted
         if idempotency is None:
@@ -511,7 +509,7 @@ def _allowed(request: Request) -> str:
 async def _reply_invalid_query(request: Request, error: Exception) -> Response:
     """Answer invalid query parameters like invalid bodies: with status 400 and one sentence."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # remove the leading "query"
+    problems = [problem | {"loc": problem["loc"][1:2]} for problem in problems]  # the name of the parameter
     return await _reply(request, explain(problems, lambda index: problems[index]["input"], {}))
 
 

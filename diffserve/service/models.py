@@ -197,8 +197,9 @@ def capabilities_of(
 def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: bool = False) -> dict[str, Any]:
     """Describe an image model; sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
-    loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
-    references = ReferenceFolder(info.reference_dir, info.dtype)
+    loras = LoraFolders(info.lora_dirs, info.text_width)
+    controlnets = ControlNetFolder(info.controlnet_dir, info.dtype, info.text_width)
+    references = ReferenceFolder(info.reference_dir, info.dtype, info.text_width)
     upscalers = UpscalerFolders(info.upscaler_dir)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},

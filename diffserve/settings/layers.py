@@ -44,7 +44,7 @@ AUTO_PROFILE: Final = "auto"
 """Value of ``quality_profile`` for the shipped file of the model."""
 
 ENV_PREFIX = "DIFFSERVE_"
-NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
+NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY", "DIFFSERVE_SERVER")
 """Variables that are not settings and are read elsewhere."""
 
 logger = logging.getLogger(__name__)

@@ -178,7 +178,7 @@ class Jobs:
             output: Where its result goes, see ``Job``.
 
         Returns:
-            The job, and whether it is new; an earlier one has the same endpoint and body.
+            The job, and whether it is new; an earlier one has the same endpoint and body, in any order of its fields.
 
         Raises:
             InvalidRequest: ``owner`` has another job with this ID, or too many or too large unfinished ones.
@@ -195,7 +195,7 @@ class Jobs:
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
-                if (job.endpoint, _read_body(connection, job.number)) != (endpoint, body):
+                if job.endpoint != endpoint or not _is_same_json(_read_body(connection, job.number), body):
                     message = f"a job {name!r} exists with another endpoint or body; choose another ID."
                     raise InvalidRequest(message, param="id", code="job_exists")
                 return job, False
@@ -536,6 +536,11 @@ def _modified_s(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _is_same_json(first: str, second: str) -> bool:
+    """Return whether two JSON objects have the same fields, in any order."""
+    return first == second or msgspec.json.decode(first) == msgspec.json.decode(second)
 
 
 def _num_running() -> Select[tuple[str, int]]:

@@ -37,6 +37,12 @@ def test_generate_paints_the_suggestion_after_showing_it_until_undone(
     here.expect_text("difference", r"doggos.*two")
     screenshot(here, "suggested")
     assert prompt_in(here.save("download", tmp_path)) == MEANT
+    expect(here.part("revert")).to_be_visible()
+    here.write("prompt", "a fox")
+    expect(here.part("revert")).to_be_hidden()
+    expect(here.part("difference")).not_to_contain_text("doggos")
+    here.write("prompt", MEANT)
+    expect(here.part("revert")).to_be_visible()
     here.press("revert")
     expect(here.field("prompt")).to_have_value(WISH)
     here.set_advanced(steps=1)

@@ -228,7 +228,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     neighbour = engine.submit(controlled(Control("edges"), num_steps=1))
     for request, message in (
-        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; the known ones are edges, torn, xl"),
+        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; the known ones are edges, torn."),
         (controlled(Control("xl")), "ControlNet 'xl' cannot be used with sd15: it reads texts of 128 numbers"),
         (controlled(Control("torn")), "tensor 'conv_in.bias' is missing from"),
         (controlled(Control("cut")), "is not a complete safetensors file"),

@@ -297,6 +297,8 @@ def test_sizes_and_other_fields_of_the_table_reach_the_request() -> None:
         ("prompt=a {1|2|3|4|5} {1|2|3|4|5} {1|2|3|4|5}", "prompt has 125 combinations"),
         ("prompt=a __color__ fox", "no folder of wildcards is configured"),
         ("seed=1,2", "seed cannot be an axis: all cells share their seeds"),
+        ("hires_scale=2", "hires_scale cannot be an axis: a sweep compares images of one size in one pass"),
+        ("hires_upscaler=embedded-4x", "hires_upscaler cannot be an axis: a sweep compares images of one size"),
         ("eta=", "eta is empty"),
         ("eta=much", "eta has 'much', which is not a number"),
         ("eta=0-3", "eta is 2"),

@@ -8,15 +8,23 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.random_models import lora_tensors
+from benchmarks.random_models import adapter_tensors, lora_tensors, save_image_encoder
 from diffserve.client import Client, ImageCapabilities
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.loading import survey
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.infotext import parse_infotext
+from diffserve.models.lora_layers import read_layers
+from diffserve.models.loras import LoraFolders
 from diffserve.runtime import load_model
+from diffserve.service.models import image_capabilities
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 from tests.engine.controlnets import control_map, save_controlnet
 from tests.engine.loras import ATTENTION, TEXT
 from tests.runtime.original_layout import unet_tensors
@@ -143,7 +151,7 @@ def write_controls(folder: Path, unet: Any) -> None:
 
 WHOLE_LORAS = tuple(f"whole/{name}" for name in ("bias", "difference", "dora", "kronecker", "norm"))
 TOOLS = ("tools/bundle", "tools/comfy", "tools/scaled")
-GOOD_LORAS = ("a/twin", "b/deep/twin", "paper", "style/ink", *TOOLS, *WHOLE_LORAS, "xl")
+GOOD_LORAS = ("a/twin", "b/deep/twin", "paper", "style/ink", *TOOLS, *WHOLE_LORAS)
 REFUSED_LORAS = {
     "bad/lora_bias": "it holds the bias of a low-rank matrix ('unet.mid_block.attentions.0.proj_in.lora_B.bias')",
     "bad/turned": "it is OFT (its tensor",
@@ -162,6 +170,7 @@ REFUSED_LORAS = {
     "bad/page": "it is not a safetensors file; download it again",
     "bad/metadata": "it has a __metadata__ value that is not text ('ss_epoch': 5)",
 }
+OTHER_FAMILY = "is for models whose prompt tokens have 128 numbers; those of this model have 64."
 REFUSED_CONTROLS = {
     "cut": "diffusion_pytorch_model.safetensors is not a complete safetensors file",
     "pointer": "diffusion_pytorch_model.safetensors is a Git LFS pointer",
@@ -264,7 +273,7 @@ def test_loras_that_no_model_can_use_are_listed_with_reasons_and_refused_by_name
 ) -> None:
     image = capabilities_of(server)
     assert image.loras == GOOD_LORAS
-    assert_problems(image.refused_loras, REFUSED_LORAS)
+    assert_problems(image.refused_loras, REFUSED_LORAS | {"xl": OTHER_FAMILY})
     for name, reason in REFUSED_LORAS.items():
         for spelling in (name, name.removeprefix("bad/")):
             message = refusal(server, f"a fox <lora:{spelling}>")
@@ -275,12 +284,58 @@ def test_loras_that_no_model_can_use_are_listed_with_reasons_and_refused_by_name
 
 
 @pytest.mark.slow
-def test_every_lora_that_is_listed_loads_or_was_made_for_another_model(server: RunningServer) -> None:
+def test_every_lora_that_is_listed_loads(server: RunningServer) -> None:
+    assert {entry["alias"] for entry in server.client.get("/sdapi/v1/loras").json()} == {*GOOD_LORAS}
     for name in GOOD_LORAS:
-        if name == "xl":
-            assert "this adapter was made for another base" in refusal(server, f"a fox <lora:{name}>")
-        else:
-            assert paint(server, f"a fox <lora:{name}>") != paint(server, "a fox")
+        assert paint(server, f"a fox <lora:{name}>") != paint(server, "a fox")
+    assert "this adapter was made for another base" in refusal(server, "a fox <lora:xl>")
+
+
+def test_models_list_the_adapters_of_their_family_before_they_are_loaded(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    models = {kind: load_model(tiny_model(kind), dtype="float32", device="cpu") for kind in ("sd15", "sdxl")}
+    folders = {name: str(tmp_path / name) for name in ("lora_dir", "controlnet_dir", "reference_dir")}
+    for kind, model in models.items():
+        for name in ("lora_dir", "reference_dir"):
+            (tmp_path / name / kind).mkdir(parents=True)
+        save_file(lora_tensors(model, ATTENTION, 0, 4), tmp_path / "lora_dir" / kind / "ink.safetensors")
+        save_controlnet(model.unet.network, tmp_path / "controlnet_dir" / kind / "edges", 1)
+        file = tmp_path / "reference_dir" / kind / "base.safetensors"
+        save_file(adapter_tensors(model.unet.network, "base", 1, 4), file)
+    save_file(lora_tensors(models["sd15"], TEXT, 0, 4), tmp_path / "lora_dir" / "text.safetensors")
+    save_image_encoder(tmp_path / "reference_dir" / "image_encoder")
+    for kind, other in (("sd15", "sdxl"), ("sdxl", "sd15")):
+        profile = msgspec.structs.replace(models[kind].profile, dtype="float32", device="cpu", **folders)
+        info = survey(profile, EngineConfig(), DiskCache(None)).info
+        assert info.text_width == models[kind].info.text_width
+        image = image_capabilities(info, load_settings(env={}).serve)
+        assert image["loras"] == [f"{kind}/ink", "text"], "one of text encoders only may be of either family"
+        assert (image["controlnets"], image["references"]) == ([f"{kind}/edges"], [f"{kind}/base"])
+        widths = {each: model.info.text_width for each, model in models.items()}
+        reason = (
+            f"it is for models whose prompt tokens have {widths[other]} numbers; those of this model have "
+            f"{widths[kind]}."
+        )
+        assert image["refused_loras"] == {f"{other}/ink": reason}
+        assert image["refused_controlnets"] == {f"{other}/edges": reason}
+        assert image["refused_references"] == {f"{other}/base": reason}
+        assert LoraFolders(info.lora_dirs, info.text_width).find("ink").parent.name == kind
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k.lora_{}.weight",
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.processor.to_v_lora.{}.weight",
+        "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.lora_{}.weight",
+    ],
+)
+def test_the_family_of_a_lora_is_read_from_its_cross_attention(names: str) -> None:
+    shapes = {names.format("down"): (4, 2048), names.format("up"): (320, 4)}
+    assert read_layers(shapes, {}).text_width == 2048
+    shapes = {name.replace("attn2", "attn1"): shape for name, shape in shapes.items()}
+    assert read_layers(shapes, {}).text_width == 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from diffserve.api.types import Cancelled, DiffusionParams, Finished, Generation
 from diffserve.api.upscale_types import Upscaled
 from diffserve.models.controlnets import Control
 from diffserve.models.references import Reference
-from diffserve.service.admission import Backlog, Ticket, work_of
+from diffserve.service.admission import Backlog, Resumed, Ticket, work_of
 from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
@@ -108,6 +108,23 @@ def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
     assert "at most 60 s are allowed per client" in error.message
     for _ in range(6):
         door.enter("b", cost=50.0)
+
+
+def test_steps_before_a_stored_state_are_not_new_work() -> None:
+    door = Door()
+    door.learn(rows_per_s=10.0)
+    ticket = door.enter(cost=1000.0, num_parts=2)
+    ticket.watch(Resumed())
+    for part in range(2):
+        door.now_s += 1.0
+        ticket.watch(Progress(request_id="img", image_index=part, step_index=50, num_steps=100))
+    assert [ticket.progress, ticket.cost_left] == pytest.approx([0.5, 500.0])
+    for step in (51, 52, 53, 54):
+        door.now_s += 0.5
+        ticket.watch(Progress(request_id="img", image_index=0, step_index=step, num_steps=100))
+    pace = door.backlog.pace.per_s
+    assert pace is not None
+    assert 5.0 < pace < 15.0
 
 
 def test_heavy_clients_do_not_block_other_clients() -> None:

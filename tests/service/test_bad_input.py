@@ -342,6 +342,9 @@ def test_a_page_on_this_machine_may_send_requests(server: RunningServer, origin:
     assert preflight.status_code == 204
     assert preflight.headers["access-control-allow-origin"] == origin
     assert preflight.headers["access-control-allow-headers"] == "content-type"
+    described = server.client.get("/openapi.json").json()["paths"]
+    methods = {method.upper() for path in described.values() for method in path}
+    assert {"PUT"} <= methods <= set(preflight.headers["access-control-allow-methods"].split(", "))
     answer = post(server, b'{"prompt": "a red fox", "steps": 1}', {**JSON, "Origin": origin})
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == origin

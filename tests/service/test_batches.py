@@ -93,11 +93,12 @@ def test_openai_client_manages_files(client: OpenAI, server: RunningServer) -> N
 def test_openai_client_runs_a_batch(client: OpenAI, server: RunningServer) -> None:
     lines = [line(f"fox-{seed}", seed=seed) for seed in range(5)]
     wrong = [line("bad-size", size="1x1"), line("streamed", stream=True), line("prompt-less", prompt="")]
+    wrong.append(line("later", background=True))
     name = begin(client, send(client, *lines, *wrong, b"", end=b"\r\n"))
     batch = until_over(client, name)
     assert (batch.status, batch.metadata, batch.errors) == ("completed", {"for": "a test"}, None)
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (8, 5, 3)
+    assert (counts.total, counts.completed, counts.failed) == (9, 5, 4)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
     painted = lines_of(client, batch.output_file_id)
     assert set(painted) == {f"fox-{seed}" for seed in range(5)}
@@ -107,7 +108,8 @@ def test_openai_client_runs_a_batch(client: OpenAI, server: RunningServer) -> No
     assert first["body"]["data"][0]["b64_json"] == by_hand["data"][0]["b64_json"], "as if it had been asked by itself"
     failed = lines_of(client, batch.error_file_id)
     assert {key: failed[key]["response"]["body"]["error"]["code"] for key in failed} == {
-        "bad-size": "invalid_size", "streamed": "unsupported_value", "prompt-less": "empty_prompt",
+        "streamed": "unsupported_value", "later": "unsupported_value",
+        "bad-size": "invalid_size", "prompt-less": "empty_prompt",
     }  # fmt: skip
     assert name in [batch.id for batch in client.batches.list(limit=1)]
     with pytest.raises(openai.ConflictError, match="nothing to cancel"):

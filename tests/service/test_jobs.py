@@ -15,6 +15,7 @@ import pytest
 from diffserve.api.errors import DiffserveError
 from diffserve.client import Client, JobEvent, JobProgress, StoredJob, batch_lines
 from diffserve.service.http.middleware import PICTURE_BODY_BYTES, TEXT_BODY_BYTES
+from diffserve.service.lifecycle import WARNINGS
 from diffserve.service.stored.job_runner import JOBS_AT_ONCE
 from diffserve.store import Database, Keys
 from diffserve.store.batches import Batch, Batches
@@ -71,7 +72,8 @@ def test_the_result_is_the_answer_of_the_request(server: RunningServer, client: 
     assert (result.status_code, result.headers["content-type"]) == (200, "application/json")
     assert result.json()["data"][0]["b64_json"] == answer.json()["data"][0]["b64_json"]
     assert result.json().keys() == answer.json().keys()
-    assert client.jobs(endpoint=GENERATIONS, status="succeeded", limit=1).data[0].id == job.id
+    for endpoint in (GENERATIONS, "/images/generations"):
+        assert client.jobs(endpoint=endpoint, status="succeeded", limit=1).data[0].id == job.id
     assert client.delete_job(job.id)
     assert not client.delete_job(job.id)
 
@@ -102,6 +104,10 @@ def test_a_job_with_an_id_of_the_client_is_created_once(server: RunningServer, c
         ({"body": {"prompt": ""}}, "empty_prompt", "prompt", "empty"),
         ({"body": {"prompt": "a", "n": 99}}, "invalid_value", "n", "99"),
         ({"body": BODY | {"stream": True}}, "unsupported_value", "stream", "stream is true"),
+        (
+            {"endpoint": "/v1/responses", "body": {"input": "a", "background": True}},
+            *("unsupported_value", "background", "background is true"),
+        ),
         ({"timeout_s": 0}, "invalid_value", "timeout_s", "0"),
         ({"timeout_s": 1e9}, "invalid_value", "timeout_s", "1000000000"),
     ],
@@ -112,6 +118,12 @@ def test_bad_jobs_are_refused(server: RunningServer, fields: dict[str, Any], cod
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
     assert part in error["message"]
+
+
+def test_unknown_fields_of_a_job_are_named_in_a_warning(server: RunningServer) -> None:
+    answer = server.client.post(JOBS, json={"endpoint": GENERATIONS, "body": BODY, "webhook": "https://example.org"})
+    assert answer.status_code == 202
+    assert answer.headers[WARNINGS] == "unknown fields were ignored: webhook."
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
@@ -134,10 +146,13 @@ def test_bad_ids_and_states_are_refused(server: RunningServer, client: Client) -
     fields = {"endpoint": GENERATIONS, "body": BODY}
     for name in ("a.b", "-a", "a" * 65, "%20", "ä"):
         assert server.client.put(f"{JOBS}/{name}", json=fields).status_code == 400, name
+    assert error_of(server.client.get(f"{JOBS}/nö-🦊"))["message"] == 'you have no job "nö-🦊".'
     posts = [("POST", f"/{action}") for action in ("cancel", "pause", "resume", "retry")]
     for method, path in (("GET", ""), ("GET", "/result"), ("GET", "/events"), ("DELETE", ""), *posts):
         assert error_of(server.client.request(method, f"{JOBS}/none{path}"))["code"] == "job_not_found"
-    assert server.client.get(f"{JOBS}?status=done").status_code == 400
+    bad_filter = server.client.get(f"{JOBS}?status=done")
+    assert (bad_filter.status_code, error_of(bad_filter)["param"]) == (400, "status")
+    assert error_of(bad_filter)["message"].startswith('status is "done"; it must be')
     job = client.begin_job(GENERATIONS, BODY)
     until_over(client, job.id)
     codes = {"/cancel": "job_over", "/retry": "job_not_failed", "/pause": "job_over", "/resume": "job_not_paused"}
@@ -302,6 +317,7 @@ def test_an_idempotency_key_is_used_either_for_a_job_or_for_an_answer(server: Ru
             assert until_over(client, began.json()["id"]).status == "succeeded"
         again = server.client.post(GENERATIONS, headers=second | key, json=body)
         assert (again.status_code, error_of(again)["code"]) == (422, "idempotency_key_reused")
+        assert first == {} or began.json()["id"] in error_of(again)["message"]
 
 
 def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) -> None:
@@ -316,6 +332,15 @@ def test_bad_requests_and_streams_are_answered_at_once(server: RunningServer) ->
     stream = server.client.post(GENERATIONS, json=BODY | {"stream": True}, headers=PREFER)
     assert (stream.status_code, stream.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
     assert "preference-applied" not in stream.headers
+
+
+def test_a_background_response_ignores_the_preference(server: RunningServer) -> None:
+    body = {"input": "a red fox", "tools": [{"type": "image_generation"}], "background": True}
+    headers = PREFER | {"Idempotency-Key": "background"}
+    first, again = (server.client.post("/v1/responses", headers=headers, json=body) for _ in range(2))
+    assert (first.status_code, first.json()["object"], first.json()["background"]) == (200, "response", True)
+    assert "preference-applied" not in first.headers
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
 def read_events(server: RunningServer, name: str, last: str | None = None) -> list[tuple[int, str]]:
@@ -339,6 +364,10 @@ def test_events_continue_after_the_last_event_id(server: RunningServer, client: 
     every = read_events(server, job.id)
     assert every == [(1, "job.queued"), (2, "job.running"), (3, "job.succeeded")]
     assert [read_events(server, job.id, str(last)) for last in range(4)] == [every[last:] for last in range(4)]
+    end = server.client.get(f"{JOBS}/{job.id}/events", headers={"Last-Event-ID": "3"})
+    assert (end.status_code, end.content) == (204, b"")  # a browser stops connecting again
+    with client.job_events(job.id, 3) as events:
+        assert list(events) == []
 
 
 def test_cancel_stops_the_work_and_retry_runs_it_again(server: RunningServer, client: Client) -> None:

@@ -20,12 +20,14 @@ from diffserve.client import Client
 from diffserve.media.images import decode_image, encode_image, read_infotext
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.provenance import examine
+from diffserve.media.upscaling import FLATTENED
 from diffserve.models.upscalers import EMBEDDED_UPSCALER, SHIPPED
 from diffserve.runtime import choose_device
 from diffserve.runtime.upscaling.network import Upscaler
+from diffserve.service.lifecycle import WARNINGS
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import RunningServer, error_of, files_of, running_server
-from tests.service.test_edits import file_of, in_base64, picture, pixels_of
+from tests.service.test_edits import file_of, holed, in_base64, picture, pixels_of
 from tests.upscalers import write_upscaler
 
 pytestmark = pytest.mark.slow
@@ -260,6 +262,22 @@ def test_webuiapi_upscales_one_image_and_several(upscaling: RunningServer) -> No
     assert "there is no upscaler 'R-ESRGAN 4x+'; the known ones are small" in answer.text
     empty = upscaling.client.post("/sdapi/v1/extra-batch-images", json={"imageList": []})
     assert empty.status_code == 400
+
+
+def test_a_warning_says_that_transparency_was_removed(upscaling: RunningServer) -> None:
+    clear, opaque = base64.b64encode(holed()).decode(), in_base64(picture())
+    answer = post(upscaling, image=clear, upscaler="nearest", scale=1)
+    assert answer.json()["warnings"] == [f"image {FLATTENED}"]
+    assert answer.headers[WARNINGS] == f"image {FLATTENED}"
+    assert (pixels_of(answer.json()["data"][0]["b64_json"]) == 255).all()
+    assert post(upscaling, image=opaque, upscaler="nearest", scale=1).json()["warnings"] == []
+    files = {"upscaler_1": "Nearest", "imageList": [{"data": opaque, "name": "a"}, {"data": clear, "name": "b"}]}
+    many = upscaling.client.post("/sdapi/v1/extra-batch-images", json=files)
+    assert many.json()["html_info"].endswith(f"<p>imageList[1].data {FLATTENED}</p>")
+    assert many.headers[WARNINGS] == f"imageList[1].data {FLATTENED}"
+    damaged = {"upscaler_1": "Nearest", "imageList": [{"data": opaque}, {"data": opaque[:400]}]}
+    refused = upscaling.client.post("/sdapi/v1/extra-batch-images", json=damaged)
+    assert "imageList[1].data is damaged" in refused.text
 
 
 def test_images_are_the_same_during_an_upscaling(upscaling: RunningServer) -> None:

@@ -69,6 +69,9 @@ def test_a_job_is_added_once_and_its_result_is_stored(jobs: Jobs) -> None:
     assert (again, is_new, is_new_again) == (job, True, False)
     with pytest.raises(InvalidRequest, match="another endpoint or body"):
         jobs.add("key-1", "one", PATH, '{"prompt":"b"}', DAY_S)
+    ordered, _ = jobs.add("key-3", "one", PATH, '{"prompt":"a","seed":1}', DAY_S)
+    assert jobs.add("key-3", "one", PATH, '{"seed":1,"prompt":"a"}', DAY_S) == (ordered, False)
+    assert jobs.cancel("key-3", "one") is not None
     other, is_new = jobs.add("key-2", "one", PATH, '{"prompt":"b"}', DAY_S)
     assert is_new, "each owner has IDs of its own"
     leased = claim(jobs)

@@ -387,7 +387,7 @@ def test_images_of_a_job_are_shown_once_and_again_on_request(server: RunningServ
         await page.act("retry", job)
         assert "only a job that failed" in page.caption
         await page.act("show", "page-none")
-        assert "no job" in page.caption
+        assert "no longer in the queue" in page.caption
         assert await page.act("clear-finished") == ""
 
     tell(server, story)

@@ -13,10 +13,11 @@ import pytest
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import Rewrites, RewrittenPrompt
 from tests.ui.gradio_request import Request
-from ui.create.rewriting import Rewriting, Rewritten, choose, difference_html, shown
+from ui.create.rewriting import HIDDEN, SHOWN, Rewriting, Rewritten, choose, difference_html, shown
 from ui.visitors import Visitors
 
 WISH = "a <small> fox"
+TOKEN = "0" * 32
 
 
 def test_the_rewriter_choice_describes_how_a_suggestion_is_used() -> None:
@@ -81,5 +82,23 @@ def test_a_rewrite_changes_the_prompt_at_its_end_and_is_not_repeated() -> None:
         assert (prompt, undo["visible"]) == (WISH, False)
         assert visitor.is_settled(WISH), "Generate paints it as it is"
         assert not visitor.is_settled("a dog")
+
+    asyncio.run(run())
+
+
+def test_undo_and_the_changes_are_shown_while_the_prompt_is_the_rewrite() -> None:
+    async def run() -> None:
+        visitors, request = Visitors(), Request()
+        events = Rewriting(None, visitors, None)  # type: ignore[arg-type]
+        for prompt in ("", WISH, None):
+            assert await events.look(prompt, request) == ("", HIDDEN)  # type: ignore[arg-type]
+        visitor = visitors.arrive(Request.session_hash, TOKEN)
+        assert visitor is visitors.arrive("after a reload", TOKEN), "a change before the arrival makes no visitor"
+        marked = difference_html(WISH, "a red fox")
+        shown(visitor, WISH, Rewritten("a red fox", marked, is_done=True))
+        assert await events.look("a red fox", request) == (marked, SHOWN)  # type: ignore[arg-type]
+        for prompt in ("a red fo", "a dog", WISH, "", None):
+            assert await events.look(prompt, request) == ("", HIDDEN)  # type: ignore[arg-type]
+        assert await events.look("a red fox", request) == (marked, SHOWN)  # type: ignore[arg-type]
 
     asyncio.run(run())

@@ -93,7 +93,9 @@ class Queue:
             elif isinstance(job_id, str) and job_id:
                 values = await self._change(visitor, str(action), job_id)
         except (DiffserveError, OSError) as error:
-            values = {"caption": captions.status(sentence(error), is_error=True)}
+            is_removed = getattr(error, "code", "") == "job_not_found"
+            text = "This request is no longer in the queue." if is_removed else sentence(error)
+            values = {"caption": captions.status(text, is_error=True)}
         return Screen().draw(**await self.shown(visitor) | values)
 
     async def _change(self, visitor: Visitor, action: str, job_id: str) -> dict[str, Update]:

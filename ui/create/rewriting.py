@@ -130,9 +130,10 @@ def shown(visitor: Visitor, wish: str, state: Rewritten) -> dict[str, Update]:
     if state.prompt == wish:
         return {"difference": state.difference, "undo": HIDDEN}
     visitor.settle(wish, state.prompt)
-    return {"prompt": state.prompt, "difference": state.difference, "undo": gr.update(visible=True)}
+    return {"prompt": state.prompt, "difference": state.difference, "undo": SHOWN}
 
 
+SHOWN: Final[Update] = gr.update(visible=True)
 HIDDEN: Final[Update] = gr.update(visible=False)
 
 
@@ -160,6 +161,7 @@ class Rewriting:
             concurrency_limit=None,
         )
         showing.undo.click(self.undo, None, outputs, **PRIVATE)
+        tab.fields.prompt.change(self.look, tab.fields.prompt, outputs[1:], trigger_mode="always_last", **PRIVATE)
 
     async def suggest(self, prompt: str | None, request: gr.Request) -> AsyncIterator[tuple[Update, ...]]:
         """Yield (prompt, difference, undo) while the rewrite is streamed; the prompt changes at its end."""
@@ -174,6 +176,13 @@ class Rewriting:
         async for state in rewritten(self._server, wish):
             update = shown(visitor, wish, state)
             yield update.get("prompt", gr.skip()), update["difference"], update["undo"]
+
+    async def look(self, prompt: str | None, request: gr.Request) -> tuple[Update, ...]:
+        """Return (difference, undo) after a change of the prompt: they are shown while it is the last rewrite."""
+        wish, rewrite = self._visitors.rewrite_of(request.session_hash)
+        if prompt and prompt == rewrite:
+            return difference_html(wish, rewrite), SHOWN
+        return "", HIDDEN
 
     async def undo(self, request: gr.Request) -> tuple[Update, ...]:
         """Return the original prompt, which Generate then does not rewrite again."""

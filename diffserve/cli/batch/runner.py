@@ -216,7 +216,8 @@ def explain_stop(error: DiffserveError, progress: str = "") -> None:
     """Add to the message of an error that stops a batch what was done, ``progress``, and how to continue."""
     hint = " Free some space there:" if error.message.startswith("cannot write") else ""
     continuation = f"{progress} {CONTINUE_HINT}.".strip()
-    error.message = f"{error.message}{hint} {continuation[0].upper()}{continuation[1:]}"
+    end = "" if error.message.endswith((".", ";", ":")) else ";"
+    error.message = f"{error.message}{end}{hint} {continuation[0].upper()}{continuation[1:]}"
 
 
 def _is_user_error(error: Mapping[str, Any]) -> bool:

@@ -117,15 +117,16 @@ class ExtrasEndpoint(UpscalingEndpoint[ExtrasBody]):
         upscalers = await LISTINGS.run(lambda: self._upscalers)
 
         def read(reader: ImageDecoder) -> tuple[UpscaleJob, ...]:
-            return tuple(job_of(body, image_bytes(text, name), reader, upscalers) for text, name in body.files())
+            return tuple(job_of(body, image_bytes(text, name), name, reader, upscalers) for text, name in body.files())
 
+        jobs = await self._service.decode(request, client, read)
         return ExtrasPlan(
             request_id=request.state.request_id,
-            jobs=await self._service.decode(request, client, read),
+            jobs=jobs,
             priority=getattr(request.state, "priority", None) or PRIORITIES[0],
             deadline_s=self._config.request_timeout_s,
             marks=self._service.checks.marks,
-            warnings=(),
+            warnings=tuple(warning for job in jobs for warning in job.warnings),
             price=self._config.price,
             is_batch=isinstance(body, ExtraBatchBody),
         )
@@ -135,15 +136,15 @@ class ExtrasEndpoint(UpscalingEndpoint[ExtrasBody]):
         return json_response(await ANSWERS.run(partial(answer_of, plan, files)), plan.warnings)
 
 
-def job_of(body: ExtrasBody, file: bytes, reader: ImageDecoder, upscalers: Upscalers) -> UpscaleJob:
-    """Read an image and resolve how it is upscaled.
+def job_of(body: ExtrasBody, file: bytes, param: str, reader: ImageDecoder, upscalers: Upscalers) -> UpscaleJob:
+    """Read the image of the field ``param`` and resolve how it is upscaled.
 
     Raises:
         InvalidRequest: The image or a field cannot be used.
     """
     first, second = (name_of(name) for name in (body.upscaler_1, body.upscaler_2))
     share = body.extras_upscaler_2_visibility or 0.0
-    job = partial(read_job, file, reader, upscalers, upscaler=first or "lanczos")
+    job = partial(read_job, file, reader, upscalers, upscaler=first or "lanczos", param=param)
     if first is None:  # as in A1111, the image keeps its size
         return msgspec.structs.replace(job(scale=1.0), infotext=reader.read_infotext(file, may_shorten=True))
     mixed_with = (second, share) if second is not None and share > 0.0 else None
@@ -156,7 +157,7 @@ def job_of(body: ExtrasBody, file: bytes, reader: ImageDecoder, upscalers: Upsca
     check(width > 0 or height > 0, message, "upscaling_resize_w")
     if width and height and body.upscaling_crop is not False:
         return job(size=(width, height), mixed_with=mixed_with)
-    picture = reader.decode_image(file)
+    picture = reader.decode_image(file, name=param)
     ratio = max(width / picture.width_px, height / picture.height_px)
     message = f"upscaling_resize_w enlarges the image {ratio:.1f} times; at most {MAX_FACTOR:g} times is possible."
     check(ratio <= MAX_FACTOR, message, "upscaling_resize_w")
@@ -173,6 +174,7 @@ def answer_of(plan: UpscalePlan, files: Sequence[UpscaledFile]) -> bytes:
     """Format the answer; slow, so call it in a thread."""
     images = [base64.b64encode(result.file).decode("ascii") for result in files]
     labels = dict.fromkeys(f"{job.upscaler} to {job.target.width_px}x{job.target.height_px}" for job in plan.jobs)
+    paragraphs = [", ".join(labels), *plan.warnings]
     many = isinstance(plan, ExtrasPlan) and plan.is_batch
-    content: dict[str, Any] = {"html_info": f"<p>{html.escape(', '.join(labels))}</p>"}
+    content: dict[str, Any] = {"html_info": "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)}
     return msgspec.json.encode(content | ({"images": images} if many else {"image": images[0]}))

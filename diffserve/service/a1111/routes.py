@@ -115,11 +115,11 @@ class A1111Routes:
 
         def models() -> list[str]:
             info = self._info()
-            return list(ControlNetFolder(info.controlnet_dir, info.dtype).names())
+            return list(ControlNetFolder(info.controlnet_dir, info.dtype, info.text_width).names())
 
         def adapters() -> list[str]:
             info = self._info()
-            return list(ReferenceFolder(info.reference_dir, info.dtype).names())
+            return list(ReferenceFolder(info.reference_dir, info.dtype, info.text_width).names())
 
         async def answer(request: Request) -> Response:
             return await detect(request, fetcher, self._clients)
@@ -151,7 +151,8 @@ class A1111Routes:
 
     def _loras(self) -> list[dict[str, Any]]:
         """Return the LoRAs in A1111's form: by the last part of their names if it is unique."""
-        folders = LoraFolders(self._info().lora_dirs)
+        info = self._info()
+        folders = LoraFolders(info.lora_dirs, info.text_width)
         names = folders.names()
         last_parts = [name.rpartition("/")[2] for name in names]
         short = [last if last_parts.count(last) == 1 else name for name, last in zip(names, last_parts, strict=True)]

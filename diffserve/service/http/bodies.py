@@ -113,11 +113,12 @@ def _is_empty(value: object) -> bool:
 
 
 def show(value: object) -> str:
-    """Return ``value`` as JSON, shortened to 60 characters."""
+    """Return ``value`` as JSON of printable characters, shortened to 60."""
     try:
-        text = json.dumps(value)
+        text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:61])
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -45,7 +45,7 @@ from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+ALLOWED_METHODS = "GET, HEAD, POST, PUT, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
 PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # sent about every second, so not logged
 UNTRACED = PROBES | {"/metrics"}

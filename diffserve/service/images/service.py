@@ -23,7 +23,7 @@ from diffserve.media import images
 from diffserve.media.decoders import ImageDecoder, ImageReader, shared_decoders
 from diffserve.media.provenance import Marks
 from diffserve.models.upscalers import UpscalerFolders
-from diffserve.service.admission import Ticket, work_of
+from diffserve.service.admission import Resumed, Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.engine.capture_files import CaptureFiles
 from diffserve.service.http.addresses import share_of
@@ -298,6 +298,8 @@ class ImageService:
         request, file = plan.request, plan.capture_file
         if file is not None:
             request = msgspec.structs.replace(request, resume_from=await file.read())
+            if request.resume_from is not None:
+                watch(Resumed())
         on_capture = None if file is None else file.keep
         async with self.engine.submit(request, watch, is_whole=is_whole, on_capture=on_capture) as job:
             async for event in job:

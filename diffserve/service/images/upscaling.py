@@ -34,6 +34,7 @@ from diffserve.media.images import ImageFormat
 from diffserve.media.provenance import HEADER, Marks
 from diffserve.media.upscaling import (
     FILTER_SCALE,
+    FLATTENED,
     MAX_PASSES,
     TargetSize,
     blend,
@@ -113,6 +114,7 @@ class UpscaleJob(msgspec.Struct, frozen=True, kw_only=True):
         kind: What the provenance marks say of the result; None: no model changed it.
         infotext: Parameters of the result; None: it has none.
         mixed_with: A second upscaler and the share of its result, if there is one.
+        warnings: Warnings about the image.
     """
 
     picture: Picture
@@ -121,6 +123,7 @@ class UpscaleJob(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind | None
     infotext: str | None
     mixed_with: tuple[str, float] | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def work(self) -> float:
@@ -199,6 +202,7 @@ def read_job(
     scale: float | None = None,
     size: tuple[int, int] | None = None,
     mixed_with: tuple[str, float] | None = None,
+    param: str = "image",
 ) -> UpscaleJob:
     """Read an image and resolve how it is upscaled; takes a while, so call it in a thread.
 
@@ -210,13 +214,14 @@ def read_job(
         scale: Enlargement.
         size: Width and height instead.
         mixed_with: Name of a second upscaler and the share of its result.
+        param: Field of the image, for errors and warnings.
 
     Raises:
         InvalidRequest: The image or one of the values cannot be used.
     """
     name, network_scale = upscalers.resolve(upscaler)
     second = None if mixed_with is None else (upscalers.resolve(mixed_with[0])[0], mixed_with[1])
-    picture = reader.decode_image(file)
+    picture = reader.decode_image(file, name=param)
     width, height = picture.width_px, picture.height_px
     networks = [each for each in (name, second and second[0]) if each and each not in FILTERS]
     if networks:
@@ -234,6 +239,7 @@ def read_job(
         kind=kind or ("composite" if networks else None),
         infotext=with_upscale(reader.read_infotext(file, may_shorten=True), label),
         mixed_with=second,
+        warnings=(f"{param} {FLATTENED}",) if reader.has_transparency(file, name=param) else (),
     )
 
 
@@ -368,7 +374,7 @@ class UpscaleEndpoint(UpscalingEndpoint[UpscaleBody]):
             compression=100 if body.output_compression is None else body.output_compression,
             urls=urls if body.response_format == "url" else None,
             history=self._service.history_writer(request),
-            warnings=tuple(body.warnings),
+            warnings=(*body.warnings, *job.warnings),
             price=self._config.price,
         )
 

@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.types import Message
 
-from diffserve.api.errors import EngineUnavailable, QueueFull
+from diffserve.api.errors import EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
 from diffserve.service.engine.engines import Engines
@@ -111,6 +112,52 @@ def error_answer(error: Exception, request_id: str) -> Answered:
     """Return the response that an endpoint would give for ``error``."""
     reply = reply_to(error)
     return Answered(reply.status, request_id, reply.body)
+
+
+class EarlyAnswer(msgspec.Struct):
+    """Fields of a body that request an answer before the work is done.
+
+    Attributes:
+        stream: Whether the answer is a stream.
+        background: True for a background response; in image requests it is a word, such as "transparent".
+    """
+
+    stream: bool | None = None
+    background: Any = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether one of the fields is true."""
+        return bool(self.stream) or self.background is True
+
+
+def early_answer_of(body: bytes | msgspec.Raw) -> EarlyAnswer:
+    """Return the fields of a JSON body that request an early answer; none if the body is invalid."""
+    try:
+        return msgspec.json.decode(body, type=EarlyAnswer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return EarlyAnswer()  # the endpoint reports the error
+
+
+def refuse_early_answers(body: bytes | msgspec.Raw, not_streamed: str, runs_in_background: str) -> None:
+    """Refuse a body of background work that requests an early answer.
+
+    Args:
+        body: JSON.
+        not_streamed: Reason why it cannot stream.
+        runs_in_background: Reason why ``background`` is not needed.
+
+    Raises:
+        InvalidRequest: It requests one.
+    """
+    fields = early_answer_of(body)
+    for name, is_true, reason in (
+        ("stream", bool(fields.stream), not_streamed),
+        ("background", fields.background is True, runs_in_background),
+    ):
+        if is_true:
+            message = f"{name} is true; {reason}, leave it out."
+            raise InvalidRequest(message, param=name, code="unsupported_value")
 
 
 def request_of(app: FastAPI, endpoint: str, body: bytes, owner: str, base_url: str = "") -> Request:

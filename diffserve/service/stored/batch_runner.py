@@ -31,6 +31,7 @@ from diffserve.service.stored.background import (
     Answered,
     error_answer,
     folder_lock,
+    refuse_early_answers,
     request_of,
     run_to_end,
     until_served,
@@ -201,9 +202,7 @@ class BatchRunner:
             raise KeyGoneError
         try:
             line_request = read_line(line)
-            if is_stream(line_request.body):
-                message = "stream is true; batches do not stream, leave it out."
-                raise InvalidRequest(message, param="stream", code="unsupported_value")
+            refuse_early_answers(line_request.body, "batches do not stream", "a batch runs in the background")
         except InvalidRequest as error:
             wrong = InvalidRequest(f"line {number}: {error.message}", param=error.param, code=error.code)
             return line_done(number, custom_id_of(line), error_answer(wrong, new_request_id()))
@@ -268,15 +267,3 @@ def custom_id_of(line: bytes) -> str | None:
 
 class _Named(msgspec.Struct):
     custom_id: str | None = None
-
-
-class _MayStream(msgspec.Struct):
-    stream: bool | None = None
-
-
-def is_stream(body: msgspec.Raw) -> bool:
-    """Return whether ``body`` requests a stream."""
-    try:
-        return bool(msgspec.json.decode(body, type=_MayStream).stream)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # the endpoint reports the error

@@ -31,6 +31,7 @@ from diffserve.store.errors import StoreError
 from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
 
 REPLAYED: Final = "Idempotent-Replayed"
+KEY_REUSED: Final = "idempotency_key_reused"
 MAX_KEY_CHARS: Final = 255
 UNKEPT: Final = "this response could not be stored; a retry with the same Idempotency-Key runs the request again."
 NOT_KEPT: Final = frozenset({"content-length", "x-request-id", "openai-processing-ms"})
@@ -242,7 +243,7 @@ def _require_same(digest: bytes, other: bytes) -> None:
 def key_reused() -> HttpError:
     """Return the error of another request with the same key."""
     message = f"this {IDEMPOTENCY_KEY} was used for another request; use a new one."
-    return HttpError(422, message, code="idempotency_key_reused")
+    return HttpError(422, message, code=KEY_REUSED)
 
 
 def _add_warning(reply: Reply) -> Reply:

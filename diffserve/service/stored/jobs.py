@@ -30,11 +30,18 @@ from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import Events, EventStreamResponse
 from diffserve.service.images.image_store import base_url_of
 from diffserve.service.images.schemas import MAX_PICTURES
-from diffserve.service.lifecycle import Draining, in_thread_if_long, interruption, read_body, read_json
+from diffserve.service.lifecycle import (
+    Draining,
+    in_thread_if_long,
+    interruption,
+    read_body,
+    read_json,
+    warning_headers,
+)
 from diffserve.service.models import Offer
-from diffserve.service.stored.batch_runner import is_stream
+from diffserve.service.stored.background import early_answer_of, refuse_early_answers
 from diffserve.service.stored.files import list_response
-from diffserve.service.stored.idempotency import REPLAYED, check_key, key_reused
+from diffserve.service.stored.idempotency import KEY_REUSED, REPLAYED, Idempotency, check_key, key_reused
 from diffserve.service.stored.job_runner import UNKNOWN, JobRunner, Outlook
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.webhooks import MAX_URL_CHARS, check_url
@@ -143,7 +150,10 @@ class JobRoutes:
         app.get("/v1/jobs", summary="List jobs")(self.list_jobs)
         app.get(path, summary="Describe a job")(self.retrieve)
         app.get(f"{path}/result", summary="The answer of a finished job", responses=error_responses(409))(self.result)
-        stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+        stream: dict[int | str, dict[str, Any]] = {
+            200: {"content": {"text/event-stream": {}}},
+            204: {"description": "The job is finished and Last-Event-ID is its last event."},
+        }
         app.get(f"{path}/events", summary="States of a job as it enters them", responses=stream)(self.events)
         app.post(f"{path}/cancel", summary="Cancel a job", responses=error_responses(409))(self.cancel)
         app.post(f"{path}/pause", summary="Hold back a job", responses=error_responses(409))(self.pause)
@@ -166,7 +176,7 @@ class JobRoutes:
     async def _create(self, request: Request, name: str) -> Response:
         owner = self._owners.of(request)
         body = await read_body(request, JobBody)
-        endpoint = body.endpoint if body.endpoint in self._offers else path_of(body.endpoint)
+        endpoint = self._known_path(body.endpoint)
         if endpoint not in self._offers:
             message = f"endpoint is {show(body.endpoint)}; jobs support {', '.join(sorted(self._offers))}."
             raise InvalidRequest(message, param="endpoint")
@@ -175,9 +185,7 @@ class JobRoutes:
         max_bytes = json_limit(endpoint, sys.maxsize)
         if len(content) > max_bytes:
             raise too_long(max_bytes)
-        if is_stream(msgspec.Raw(content)):
-            message = "stream is true; jobs do not stream, leave it out and read the events of the job."
-            raise InvalidRequest(message, param="stream", code="unsupported_value")
+        refuse_early_answers(content, "jobs do not stream but have events", "a job runs in the background")
         output = {"base_url": base_url_of(request, "")}
         if body.output is not None:
             check_url(self._uploads, body.output.put_url, "output.put_url", "upload_hosts")
@@ -189,7 +197,9 @@ class JobRoutes:
             if error.code == "job_exists":
                 raise HttpError(409, error.message, code="job_exists") from None
             raise
-        return await self._response(job, 202 if is_new else 200)
+        response = await self._response(job, 202 if is_new else 200)
+        response.headers.update(warning_headers(body.warnings))
+        return response
 
     async def _add(
         self,
@@ -207,21 +217,32 @@ class JobRoutes:
         self._runner.wake()
         return added
 
-    async def begin(self, request: Request, endpoint: str) -> Response | None:
+    async def begin(self, request: Request, endpoint: str, idempotency: Idempotency | None) -> Response | None:
         """Create a job from a request for ``endpoint`` with the preference ``respond-async``.
 
         A retry with the same ``Idempotency-Key`` gets the same job, also after a restart; a direct request with it is
         refused.
 
+        Args:
+            request: The request.
+            endpoint: Its path.
+            idempotency: The answers of direct requests by their ``Idempotency-Key``; None if it has none.
+
         Returns:
-            The answer, or None if the request must be answered directly: a stream, or without storage for its client.
+            The answer, or None if the request must be answered directly: a stream, a background response, or without
+            storage for its client.
+
+        Raises:
+            HttpError: A request with its ``Idempotency-Key`` was answered directly.
         """
         owner = self._owners.owner(request)
         if owner is None:
             return None
         content = await self._body_of(request, endpoint)
-        if is_stream(msgspec.Raw(content)):
+        if early_answer_of(content).is_requested:
             return None
+        if idempotency is not None:
+            await idempotency.refuse_answered(request)
         name = _keyed_name(request, endpoint) or f"job_{secrets.token_hex(16)}"
         try:
             job, is_new = await self._add(owner, name, endpoint, content, {"base_url": base_url_of(request, "")})
@@ -242,7 +263,10 @@ class JobRoutes:
         """
         owner, name = self._owners.owner(request), _keyed_name(request, endpoint)
         if owner is not None and name and await LISTINGS.run(self._jobs.get, owner, name) is not None:
-            raise key_reused()
+            message = (
+                f"this {IDEMPOTENCY_KEY} began the job {name}; send Prefer: {RESPOND_ASYNC} again, or use a new key."
+            )
+            raise HttpError(422, message, code=KEY_REUSED)
 
     async def _body_of(self, request: Request, endpoint: str) -> bytes:
         """Return the body of a request as JSON; the files of a form are fields in base64."""
@@ -266,7 +290,8 @@ class JobRoutes:
         prefix: Annotated[str, Query(max_length=64, description="Only jobs whose ID begins with this.")] = "",
     ) -> Response:
         """List the jobs of the key, page by page."""
-        selection, job_filter = PageSelection(limit, after, order), JobFilter(tuple(status or ()), endpoint, prefix)
+        selection = PageSelection(limit, after, order)
+        job_filter = JobFilter(tuple(status or ()), self._known_path(endpoint), prefix)
         page = await LISTINGS.run(self._jobs.page, self._owners.of(request), selection, job_filter)
         outlooks = await self._runner.outlooks(page[0]) if page else {}
         return list_response(page, lambda job: job_object(job, outlooks[job.number]))
@@ -288,11 +313,16 @@ class JobRoutes:
         return Response(body, job.result_status, media_type="application/json")
 
     async def events(self, request: Request, job_id: str) -> Response:
-        """Stream the states of a job until it is over; after ``Last-Event-ID`` only the later ones."""
+        """Stream the states of a job until it is over; after ``Last-Event-ID`` only the later ones.
+
+        After the last state of a finished job the answer is 204, which ends the reconnections of browsers.
+        """
         job = await self._job_of(request, job_id)
         last = request.headers.get("last-event-id", "0")
         if not (last.isascii() and last.isdigit() and len(last) < 10):
             raise InvalidRequest(f"Last-Event-ID is {show(last)}; give the id of an event of this job.")
+        if job.is_over and int(last) >= len(job.entered):
+            return Response(status_code=204)
         with ExitStack() as stack:
             interrupted = stack.enter_context(interruption(request))
             events = self._stream(job, int(last))
@@ -345,7 +375,7 @@ class JobRoutes:
         if body.ids is None and body.status is None:
             message = 'ids and status are missing; give the IDs of the jobs to cancel, or states, such as ["queued"].'
             raise InvalidRequest(message, param="ids", code="missing_required_parameter")
-        job_filter = JobFilter(tuple(body.status or ()), body.endpoint or "")
+        job_filter = JobFilter(tuple(body.status or ()), self._known_path(body.endpoint or ""))
         cancelled = await LISTINGS.run(self._jobs.cancel_many, owner, body.ids, job_filter)
         for job in cancelled:
             self._runner.stop(job)
@@ -396,6 +426,10 @@ class JobRoutes:
             raise HttpError(409, f"{job.id} is {job.status}; cancel it first.", code="job_running")
         await FILES.run(self._jobs.delete, job)
         return JSONResponse({"id": job.id, "object": "job", "deleted": True})
+
+    def _known_path(self, endpoint: str) -> str:
+        """Return ``endpoint``, with ``/v1`` if only that path has jobs."""
+        return path_of(endpoint) if endpoint and endpoint not in self._offers else endpoint
 
     async def _response(self, job: Job, status: int = 200) -> Response:
         outlooks = await self._runner.outlooks([job])
