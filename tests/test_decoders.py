@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from io import BytesIO
@@ -166,6 +167,30 @@ def test_cancellation_frees_the_decoder_immediately(slow_process: None) -> None:
         pool.close()
 
     asyncio.run(run())
+
+
+def test_a_decoder_is_not_reused_while_a_request_that_was_cancelled_twice_still_uses_it() -> None:
+    async def run() -> list[ImageDecoder]:
+        pool, used, may_end = Decoders(2), list[ImageDecoder](), threading.Event()
+
+        def read(decoder: ImageDecoder) -> None:
+            used.append(decoder)
+            may_end.wait(EXIT_TIMEOUT_S)
+
+        first = asyncio.create_task(pool.run("a", read))
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            first.cancel()
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(pool.run("b", read))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        await asyncio.gather(first, second, return_exceptions=True)
+        pool.close()
+        return used
+
+    first_decoder, second_decoder = asyncio.run(run())
+    assert first_decoder is not second_decoder
 
 
 @pytest.mark.slow

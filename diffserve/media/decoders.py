@@ -211,7 +211,9 @@ class Decoders:
                 return await asyncio.shield(reading)
             except asyncio.CancelledError:
                 decoder.cancel()
-                await asyncio.wait({reading})
+                while not reading.done():  # the thread uses the decoder until it ends
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({reading})
                 if not reading.cancelled():
                     reading.exception()
                 raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar, get_origin
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Table, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -189,7 +189,7 @@ class Database:
             The rows and whether more follow, or None if ``owner`` has no entry ``selection.after``.
         """
         number, is_owned = table.c.number, table.c.owner == owner
-        query = select(table).where(is_owned, *where)
+        query = select_rows(kind, table).where(is_owned, *where)
         is_descending = selection.order == "desc"
         with self.reading() as connection:
             if selection.after:
@@ -249,8 +249,13 @@ def insert_row(connection: Connection, table: Table, row: msgspec.Struct) -> Non
 
 def find_row(connection: Connection, kind: type[Entry], table: Table, **equal: str) -> Entry | None:
     """Return the row of ``table`` whose columns have the values ``equal``, or None."""
-    row = connection.execute(select(table).filter_by(**equal)).first()
+    row = connection.execute(select_rows(kind, table).filter_by(**equal)).first()
     return None if row is None else read_row(kind, row)
+
+
+def select_rows(kind: type[msgspec.Struct], table: Table) -> Select[Any]:
+    """Return the query of the columns of ``table`` that ``kind`` has; others, which may be large, are not read."""
+    return select(*(table.c[name] for name in kind.__struct_fields__))
 
 
 def read_row(kind: type[Entry], row: Row[Any]) -> Entry:

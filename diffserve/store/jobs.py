@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.faults import reach
-from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row, select_rows
 from diffserve.store.deliveries import add_upload
 from diffserve.store.files import require_room
-from diffserve.store.schema import jobs
+from diffserve.store.schema import job_bodies, jobs
 from diffserve.store.webhooks import add_event
 
 FOLDER: Final = "jobs"
@@ -34,11 +34,16 @@ FILES_AT_ONCE: Final = 500
 """Number of files that a sweep compares with their rows at once."""
 
 KEPT_S: Final = 7 * 24 * 3600.0
+"""Time for which a finished job is kept after the latest time at which it could begin."""
+
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
 
 MAX_UNFINISHED_BYTES: Final = 2_000_000_000
 """Total length of the bodies of the unfinished jobs of one owner, so that none fills the disk."""
+
+MAX_PROMPT_CHARS: Final = 10_000
+"""Characters of a prompt that are shown with a job."""
 
 MAX_LOSSES: Final = 2
 """A job fails when this many engines were lost while they ran it."""
@@ -56,12 +61,12 @@ OVER: Final = ("succeeded", "failed", "cancelled", "expired")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of a job.
+    """Row of a job; the body of its request, which may have megabytes, is read with ``Jobs.body``.
 
     Attributes:
         number: Position in the order of creation.
         id: Name that the client or the server chose; unique for its owner.
-        body: The request body, JSON.
+        prompt: The prompt in the body, at most ``MAX_PROMPT_CHARS`` of it; None if it has none, or a list of them.
         error: Code and message of a failure, with a colon between them.
         events: JSON list of the states that it entered, each with its time in seconds since 1970.
         holder: The process that runs it, "" if none does.
@@ -78,7 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: str
     endpoint: str
-    body: str
+    prompt: str | None
     status: Status
     error: str
     events: str
@@ -109,7 +114,6 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     owner: str
     endpoint: str
-    body: str
     status: Status
     error: str = ""
     events: str
@@ -123,6 +127,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     result_bytes: int = 0
     output: dict[str, str] = {}
     body_bytes: int
+    prompt: str | None
 
 
 class JobFilter(NamedTuple):
@@ -180,8 +185,9 @@ class Jobs:
         """
         now_s = self._clock()
         new = NewJob(
-            id=name, owner=owner, endpoint=endpoint, body=body, status="queued", events=_events([], "queued", now_s),
+            id=name, owner=owner, endpoint=endpoint, status="queued", events=_events([], "queued", now_s),
             created_s=now_s, expires_s=now_s + timeout_s, output=output or {}, body_bytes=len(body.encode()),
+            prompt=_prompt_of(body),
         )  # fmt: skip
         unfinished_totals = select(func.count(), func.coalesce(func.sum(jobs.c.body_bytes), 0)).where(
             jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED)
@@ -189,7 +195,7 @@ class Jobs:
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
-                if job.endpoint != endpoint or not _is_same_json(job.body, body):
+                if job.endpoint != endpoint or not _is_same_json(_read_body(connection, job.number), body):
                     message = f"a job {name!r} exists with another endpoint or body; choose another ID."
                     raise InvalidRequest(message, param="id", code="job_exists")
                 return job, False
@@ -205,9 +211,10 @@ class Jobs:
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
             job = find_row(connection, Job, jobs, owner=owner, id=name)
+            assert job is not None
+            connection.execute(insert(job_bodies), {"number": job.number, "body": body})
             reach("job_inserted")
         reach("job_added")
-        assert job is not None
         return job, True
 
     def get(self, owner: str, name: str) -> Job | None:
@@ -215,10 +222,15 @@ class Jobs:
         with self._database.reading() as connection:
             return find_row(connection, Job, jobs, owner=owner, id=name)
 
+    def body(self, job: Job) -> str:
+        """Return the body of the request of ``job``, JSON; "" if the job was deleted."""
+        with self._database.reading() as connection:
+            return _read_body(connection, job.number)
+
     def by_number(self, number: int) -> Job | None:
         """Return the job with this number, or None."""
         with self._database.reading() as connection:
-            row = connection.execute(select(jobs).where(jobs.c.number == number)).first()
+            row = connection.execute(select_rows(Job, jobs).where(jobs.c.number == number)).first()
         return None if row is None else read_row(Job, row)
 
     def page(self, owner: str, selection: PageSelection, job_filter: JobFilter) -> tuple[list[Job], bool] | None:
@@ -267,7 +279,7 @@ class Jobs:
             num_running = {row.owner: row.num for row in connection.execute(_num_running())}
             waiting = sorted((num_running.get(owner, 0), number, owner) for owner, number in connection.execute(first))
             for _, _, owner in waiting:
-                oldest = select(jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
+                oldest = select_rows(Job, jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
                 row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
                 if row is not None:
                     job = read_row(Job, row)
@@ -322,14 +334,14 @@ class Jobs:
 
     def reclaim(self, alive: Collection[str]) -> list[str]:
         """Requeue the running jobs whose holders are not in ``alive``, and return the IDs of these jobs."""
-        query = select(jobs).where(jobs.c.status == "running", jobs.c.holder.not_in(alive))
+        query = select_rows(Job, jobs).where(jobs.c.status == "running", jobs.c.holder.not_in(alive))
         with self._database.reading() as connection:
             orphaned_jobs = [read_row(Job, row) for row in connection.execute(query)]
         return [job.id for job in orphaned_jobs if self.release(job)]
 
     def drain_all(self, holder: str) -> None:
         """Return all jobs of ``holder``, which runs none any more, to the queue; their attempts do not count."""
-        query = select(jobs).where(jobs.c.status == "running", jobs.c.holder == holder)
+        query = select_rows(Job, jobs).where(jobs.c.status == "running", jobs.c.holder == holder)
         with self._database.reading() as connection:
             running_jobs = [read_row(Job, row) for row in connection.execute(query)]
         for job in running_jobs:
@@ -353,7 +365,8 @@ class Jobs:
         cancelled: list[Job] = []
         num_selected, last = CANCELLED_AT_ONCE, 0
         while num_selected == CANCELLED_AT_ONCE:
-            query = select(jobs).where(*where, jobs.c.number > last).order_by(jobs.c.number).limit(CANCELLED_AT_ONCE)
+            query = select_rows(Job, jobs).where(*where, jobs.c.number > last)
+            query = query.order_by(jobs.c.number).limit(CANCELLED_AT_ONCE)
             with self._database.writing(exclusive=True) as connection:
                 selected = [read_row(Job, row) for row in connection.execute(query.with_for_update())]
                 cancelled += [self._move(connection, job, "cancelled", error="", holder="") for job in selected]
@@ -383,8 +396,7 @@ class Jobs:
     def delete(self, job: Job) -> None:
         """Delete a finished job with its result; ``sweep`` removes what else is left of it."""
         with self._database.writing() as connection:
-            is_over = jobs.c.status.in_(OVER)
-            connection.execute(delete(jobs).where(jobs.c.number == job.number, is_over))
+            _delete(connection, (jobs.c.number == job.number) & jobs.c.status.in_(OVER))
         reach("job_deleted")
         self._path(job).unlink(missing_ok=True)
 
@@ -406,9 +418,9 @@ class Jobs:
         """Expire queued jobs whose time has passed, delete old finished jobs, and remove files that no job needs."""
         now_s = self._clock()
         is_late = jobs.c.status.in_(NOT_BEGUN) & (jobs.c.expires_s <= now_s)
-        is_old = jobs.c.status.in_(OVER) & (jobs.c.created_s < now_s - KEPT_S)
+        is_old = jobs.c.status.in_(OVER) & (jobs.c.expires_s < now_s - KEPT_S)
         with self._database.writing() as connection:
-            connection.execute(delete(jobs).where(is_old))
+            _delete(connection, is_old)
         with self._database.reading() as connection:
             late = connection.execute(select(jobs.c.owner, jobs.c.id).where(is_late)).all()
         for owner, name in late:
@@ -497,6 +509,27 @@ class Jobs:
         return msgspec.structs.replace(job, **changes)
 
 
+def _delete(connection: Connection, is_chosen: ColumnElement[bool]) -> None:
+    """Delete jobs with the bodies of their requests."""
+    numbers = select(jobs.c.number).where(is_chosen)
+    connection.execute(delete(job_bodies).where(job_bodies.c.number.in_(numbers)))
+    connection.execute(delete(jobs).where(is_chosen))
+
+
+def _read_body(connection: Connection, number: int) -> str:
+    return connection.execute(select(job_bodies.c.body).where(job_bodies.c.number == number)).scalar() or ""
+
+
+class _Prompted(msgspec.Struct):
+    prompt: Any = None
+
+
+def _prompt_of(body: str) -> str | None:
+    """Return the prompt in the JSON ``body``, shortened; None if it has none, or a list of them."""
+    prompt = msgspec.json.decode(body, type=_Prompted).prompt
+    return prompt[:MAX_PROMPT_CHARS].replace("\0", "") if isinstance(prompt, str) else None  # PostgreSQL has no NUL
+
+
 def _modified_s(path: Path) -> float:
     """Return when ``path`` was changed, in seconds since 1970; 0 if it does not exist any more."""
     try:
@@ -517,7 +550,7 @@ def _num_running() -> Select[tuple[str, int]]:
 
 def _find_locked(connection: Connection, owner: str, name: str) -> Job | None:
     """Return a job that no other transaction can change before this one ends; None if there is none."""
-    query = select(jobs).where(jobs.c.owner == owner, jobs.c.id == name)
+    query = select_rows(Job, jobs).where(jobs.c.owner == owner, jobs.c.id == name)
     row = connection.execute(query.with_for_update()).first()
     return None if row is None else read_row(Job, row)
 

@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Known schema revisions of Alembic, the oldest first."""
 
 INTEGER: Final[TypeEngine[Any]] = BigInteger().with_variant(Integer(), "sqlite")
@@ -176,7 +176,6 @@ jobs = _table(
     _text("id"),
     _text("owner"),
     _text("endpoint"),
-    _text("body"),
     _text("status"),
     _text("error"),
     _text("events"),
@@ -190,10 +189,16 @@ jobs = _table(
     _integer("result_bytes"),
     _text("output", default="'{}'"),
     _integer("body_bytes", default="0"),
+    Column("prompt", Text),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
     Index("jobs_by_status", "status", "owner", "number", "body_bytes"),
     has_number=True,
+)
+job_bodies = _table(
+    "job_bodies",  # apart from the jobs, so that these are read and changed without it
+    _integer("number", key=True),
+    _text("body"),
 )
 webhook_endpoints = _table(
     "webhook_endpoints",

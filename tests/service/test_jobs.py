@@ -7,17 +7,20 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from diffserve.api.errors import DiffserveError
-from diffserve.client import Client, JobEvent, JobProgress, StoredJob
+from diffserve.client import Client, JobEvent, JobProgress, StoredJob, batch_lines
 from diffserve.service.http.middleware import PICTURE_BODY_BYTES, TEXT_BODY_BYTES
 from diffserve.service.lifecycle import WARNINGS
 from diffserve.service.stored.job_runner import JOBS_AT_ONCE
 from diffserve.store import Database, Keys
+from diffserve.store.batches import Batch, Batches
+from diffserve.store.files import Files
+from diffserve.store.jobs import Job, Jobs
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
 from tests.service.test_edits import file_of, in_base64, picture
 
@@ -29,6 +32,7 @@ EDITS = "/v1/images/edits"
 PICTURE = file_of(picture(64, 64))
 SMALL = in_base64(picture(64, 64))
 FEW_STEPS = {"prompt": "a red fox", "num_inference_steps": "2"}
+Ended = TypeVar("Ended", Job, Batch)
 LONG = BODY | {"num_inference_steps": 400, "size": "256x256"}
 
 
@@ -43,6 +47,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[Client]:
     with Client(server.url) as client:
         yield client
+
+
+def over(stored: Ended | None) -> Ended | None:
+    return stored if stored is not None and stored.is_over else None
 
 
 def until_over(client: Client, name: str) -> StoredJob:
@@ -477,4 +485,15 @@ def test_keys_see_their_own_jobs_only_and_a_revoked_key_runs_none(tmp_path: Path
             images = [result["data"][0]["b64_json"] for result in results]
             assert images[0] != images[1]
             assert [len(each.jobs().data) for each in (client, other)] == [1, 1]
+            begun = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 1000, "n": 4})
+            file = client.upload(batch_lines([LONG | {"num_inference_steps": 1000, "n": 4}]))
+            batch = client.begin_batch(file.id)
+            wait_for(lambda: client.job(begun.id).progress, SOON_S, "progress of the job")
         assert httpx.get(f"{server.url}{JOBS}").status_code == 401
+        keys.revoke("first")
+        database, owner = Database(tmp_path / "server" / "data"), keys.all()[0].id
+        batches = Batches(database, Files(database, 1 << 20))
+        job = wait_for(lambda: over(Jobs(database).get(owner, begun.id)), SOON_S, "the end of the job")
+        assert (job.status, job.error) == ("failed", "invalid_key: its API key is not valid any more.")
+        stored = wait_for(lambda: over(batches.get(batch.id)), SOON_S, "the end of the batch")
+        assert (stored.status, stored.error) == ("failed", "invalid_key: its API key is not valid any more.")

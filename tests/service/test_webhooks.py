@@ -8,11 +8,13 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
@@ -71,6 +73,8 @@ class Receiver:
     def __init__(self, chain: Chain) -> None:
         self.requests: list[Received] = []
         self.status = 200
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,6 +82,7 @@ class Receiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 receiver.requests.append(Received(self.command, self.path, headers, body))
+                receiver.may_answer.wait(SOON_S)
                 self.send_response(receiver.status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -247,7 +252,7 @@ def test_events_of_jobs_responses_and_batches_arrive(
 
 @pytest.mark.slow
 def test_a_failed_delivery_is_repeated_and_gone_disables(
-    client: Client, endpoint: WebhookEndpoint, receiver: Receiver
+    server: RunningServer, client: Client, endpoint: WebhookEndpoint, receiver: Receiver
 ) -> None:
     receiver.status = 503
     job = client.begin_job(GENERATIONS, BODY)
@@ -256,7 +261,9 @@ def test_a_failed_delivery_is_repeated_and_gone_disables(
     receiver.status = 204
     until(lambda: client.webhook_endpoint(endpoint.id).last_error is None, "the delivery")
     assert set(receiver.events(endpoint.signing_secret)) == {("job.succeeded", job.id)}
-    assert len({request.headers["webhook-id"] for request in receiver.requests}) == 1
+    (webhook_id,) = {request.headers["webhook-id"] for request in receiver.requests}
+    lines = [json.loads(line) for line in server.errors.read_text().splitlines() if webhook_id in line]
+    assert {(line["event"], line["webhook_id"]) for line in lines} == {("a delivery failed", webhook_id)}
     receiver.status = 410
     client.begin_job(GENERATIONS, BODY)
     until(lambda: not client.webhook_endpoint(endpoint.id).is_enabled, "the end of the events")
@@ -288,6 +295,27 @@ def test_a_sample_event_and_the_routes_of_openai(
         assert (result.status_code, result.success, result.event_type) == (418, True, "batch.failed")
         assert [kind for kind, _ in receiver.events(rotated.signing_secret)] == ["batch.failed"]
         assert openai.webhooks.delete(created.id).deleted
+
+
+@pytest.mark.slow
+def test_a_key_sends_one_sample_event_at_a_time(
+    server: RunningServer, endpoint: WebhookEndpoint, receiver: Receiver
+) -> None:
+    def send() -> httpx.Response:
+        return server.client.post(f"{ENDPOINTS}/{endpoint.id}/test", json={"event_type": "job.failed"}, timeout=SOON_S)
+
+    receiver.may_answer.clear()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(send)
+            until(lambda: receiver.requests, "the sample event")
+            second = send()
+            receiver.may_answer.set()
+            assert first.result().status_code == 200
+    finally:
+        receiver.may_answer.set()
+    assert (second.status_code, error_of(second)["code"]) == (409, "test_running")
+    assert send().status_code == 200
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import func, select
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store import Database
@@ -25,6 +27,7 @@ from diffserve.store.jobs import (
     Jobs,
     Status,
 )
+from diffserve.store.schema import job_bodies
 from tests.store.conftest import OpenDatabase
 
 PATH = "/v1/images/generations"
@@ -161,7 +164,7 @@ def test_files_that_no_job_needs_are_removed(jobs: Jobs, clock: Clock) -> None:
     assert jobs.result(current(jobs)) == b"good"
 
 
-def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
+def test_expiry_deletion_and_pages(database: Database, jobs: Jobs, clock: Clock) -> None:
     for number in range(5):
         jobs.add("key-1", f"job-{number}", PATH if number else "/v1/embeddings", "{}", 60.0 if number == 3 else DAY_S)
     clock.now_s += 61.0
@@ -189,6 +192,23 @@ def test_expiry_deletion_and_pages(jobs: Jobs, clock: Clock) -> None:
     jobs.sweep()
     assert jobs.get("key-1", "job-3") is None
     assert current(jobs, "job-1").status == "expired"
+    clock.now_s += KEPT_S
+    jobs.sweep()
+    with database.reading() as connection:
+        assert connection.execute(select(func.count()).select_from(job_bodies)).scalar_one() == 0
+
+
+def test_the_result_of_a_job_that_waited_for_days_is_kept(jobs: Jobs, clock: Clock) -> None:
+    jobs.add("key-1", "one", PATH, "{}", KEPT_S)
+    clock.now_s += KEPT_S - 1.0
+    leased = claim(jobs)
+    clock.now_s += 2.0
+    assert jobs.finish(leased, "succeeded", (200, b"done"))
+    jobs.sweep()
+    assert jobs.result(current(jobs)) == b"done"
+    clock.now_s += KEPT_S
+    jobs.sweep()
+    assert jobs.get("key-1", "one") is None
 
 
 def test_two_servers_claim_every_job_once(open_database: OpenDatabase) -> None:
@@ -209,6 +229,26 @@ def test_two_servers_claim_every_job_once(open_database: OpenDatabase) -> None:
     page = servers[0].page("key-1", PageSelection(100), JobFilter(("succeeded",)))
     assert page is not None
     assert {len(job.entered) for job in page[0]} == {3}
+
+
+def test_bodies_are_only_read_to_run_their_jobs(jobs: Jobs) -> None:
+    size = 1 << 20
+    body = f'{{"image": "{"a" * size}", "prompt": "a \\u0000fox"}}'
+    for number in range(8):
+        jobs.add("key-1", str(number), PATH, body, DAY_S)
+    assert jobs.body(claim(jobs)) == body
+    tracemalloc.start()
+    try:
+        page = jobs.page("key-1", PageSelection(8), JobFilter())
+        assert page is not None
+        assert [job.prompt for job in page[0]] == ["a fox"] * 8
+        assert jobs.pause("key-1", "0") is not None
+        assert jobs.resume("key-1", "0") is not None
+        jobs.drain(claim(jobs))
+        assert len(jobs.cancel_many("key-1", None, JobFilter())) == 8
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
 
 
 def test_owners_take_turns(jobs: Jobs) -> None:

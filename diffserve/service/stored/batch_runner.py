@@ -108,6 +108,8 @@ class BatchRunner:
                         if batch.id not in self._tasks:
                             task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
                             task.add_done_callback(partial(self._forget, batch.id))
+                        elif not self._owners.is_good(batch.owner):
+                            self._tasks[batch.id].cancel()  # it starts again and fails at its first line
                 except (OSError, StoreError) as error:
                     log.error("batches cannot be read", extra={"reason": type(error).__name__})
                 with suppress(TimeoutError):

@@ -108,7 +108,7 @@ class DeliveryRunner:
 
     async def _run(self, delivery: Delivery) -> None:
         """Make one attempt; after errors of the database, the delivery is repeated when its lease ends."""
-        facts = {"event": delivery.event, "job_number": delivery.job, "attempt": delivery.attempts}
+        facts = {"webhook_id": delivery.event, "job_number": delivery.job, "attempt": delivery.attempts}
         try:
             try:
                 await (self._upload(delivery) if delivery.job else self._send_event(delivery))

@@ -72,10 +72,16 @@ UNKNOWN: Final = Outlook()
 class _RunningJob:
     """Task of a leased job, and its latest request, if it has begun; no other job begins while one ``is_alone``."""
 
-    def __init__(self, task: asyncio.Task[None], *, is_alone: bool) -> None:
+    def __init__(self, task: asyncio.Task[None], owner: str, *, is_alone: bool) -> None:
         self.task = task
+        self.owner = owner
         self.is_alone = is_alone
         self.request: Request | None = None
+
+    def stop(self) -> None:
+        """Cancel the task, once: a second cancellation would interrupt how it ends."""
+        if not self.task.cancelling():
+            self.task.cancel()
 
     @property
     def ticket(self) -> Ticket | None:
@@ -111,7 +117,7 @@ class JobRunner:
         """Stop the work of a job that was cancelled or paused."""
         running = self._running.get((job.number, job.token))
         if running is not None:
-            running.task.cancel()
+            running.stop()
         self.wake()
 
     async def outlooks(self, jobs: Collection[Job]) -> dict[int, Outlook]:
@@ -172,10 +178,10 @@ class JobRunner:
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()
         finally:
-            tasks = [running.task for running in self._running.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            all_running = list(self._running.values())
+            for running in all_running:
+                running.stop()
+            await asyncio.gather(*(running.task for running in all_running), return_exceptions=True)
             with suppress(OSError, StoreError):
                 await run_to_end(self._jobs.drain_all, self._holder)
 
@@ -185,12 +191,16 @@ class JobRunner:
             log.warning("the server that ran a job has ended; it runs again", extra={"job": name})
 
     async def _stop_changed(self) -> None:
-        """Stop the work of jobs that were cancelled or paused through another server."""
+        """Stop the work of jobs that were cancelled or paused through another server, and of revoked keys.
+
+        A job of a revoked key returns to the queue, and fails when it is claimed again.
+        """
         numbers = [number for number, _ in self._running]
         states = await LISTINGS.run(self._jobs.states, numbers) if numbers else {}
         for (number, token), running in list(self._running.items()):
-            if states.get(number, ("running", token)) != ("running", token):
-                running.task.cancel()
+            is_changed = states.get(number, ("running", token)) != ("running", token)
+            if is_changed or not self._owners.is_good(running.owner):
+                running.stop()
 
     async def _claim(self) -> None:
         info = self._app.state.engine.info
@@ -201,7 +211,7 @@ class JobRunner:
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
-            self._running[job.number, job.token] = _RunningJob(task, is_alone=job.losses > 0)
+            self._running[job.number, job.token] = _RunningJob(task, job.owner, is_alone=job.losses > 0)
             task.add_done_callback(partial(self._forget, job))
             self.wake()
 
@@ -271,11 +281,12 @@ class JobRunner:
         """
         request_id = ""
         captures = self._captures_of(job)
+        body = (await LISTINGS.run(self._jobs.body, job)).encode()
 
         async def work() -> Answered:
             nonlocal request_id, captures
             base_url = job.output.get("base_url", "")
-            request = request_of(self._app, job.endpoint, job.body.encode(), job.owner, base_url)
+            request = request_of(self._app, job.endpoint, body, job.owner, base_url)
             self._running[job.number, job.token].request = request
             request_id = request.state.request_id
             request.state.captures = captures = self._captures_of(job)

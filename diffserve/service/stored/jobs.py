@@ -450,7 +450,7 @@ def job_object(job: Job, outlook: Outlook = UNKNOWN) -> dict[str, Any]:
         "id": job.id,
         "object": "job",
         "endpoint": job.endpoint,
-        "prompt": _prompt_of(job),
+        "prompt": job.prompt,
         "status": job.status,
         "error": {"code": code, "message": message} if job.error else None,
         "attempts": job.attempts,
@@ -470,16 +470,6 @@ def _output_object(job: Job) -> dict[str, Any] | None:
         return None
     url, error = job.output["put_url"].partition("?")[0], job.output.get("error")
     return {"put_url": url, "status": job.output["status"], "error": error or None}
-
-
-class _Prompted(msgspec.Struct):
-    prompt: Any = None
-
-
-def _prompt_of(job: Job) -> str | None:
-    """Return the prompt in the body of ``job``; None if it has none, or a list of them."""
-    prompt = msgspec.json.decode(job.body, type=_Prompted).prompt
-    return prompt if isinstance(prompt, str) else None
 
 
 def _keyed_name(request: Request, endpoint: str) -> str:

@@ -87,6 +87,7 @@ class WebhookRoutes:
         self._endpoints = endpoints
         self._owners = owners
         self._client = client
+        self._testing: set[str] = set()
         path = "/v1/webhook_endpoints/{webhook_endpoint_id}"
         app.get("/v1/webhook_event_types", summary="List the types of webhook events")(self.list_types)
         app.get("/v1/webhook_endpoints", summary="List webhook endpoints")(self.list_endpoints)
@@ -124,16 +125,25 @@ class WebhookRoutes:
         return JSONResponse(endpoint_object(_existing(rotated), has_secret=True))
 
     async def test(self, request: Request) -> Response:
-        """Send an event about an object that does not exist, once, and answer with the status of the endpoint."""
+        """Send an event about an object that does not exist, once, and answer with the status of the endpoint.
+
+        Each key sends one at a time, so that slow endpoints of one key do not delay the events of others.
+        """
         endpoint = await self._endpoint_of(request)
         body = await read_body(request, WebhookTestBody)
         event = f"evt_{secrets.token_hex(16)}"
         kind = {"batch": "batch", "response": "resp", "job": "job"}[body.event_type.partition(".")[0]]
         content = event_body(event, body.event_type, f"{kind}_{'0' * 32}", time.time())
+        if endpoint.owner in self._testing:
+            message = "a test of one of your webhook endpoints is running; wait for its answer."
+            raise HttpError(409, message, code="test_running")
+        self._testing.add(endpoint.owner)
         try:
             status = await send_event(self._client, endpoint, event, content.encode())
         except DeliveryError as error:
             raise InvalidRequest(f"the event was not delivered: {error}", code="delivery_failed") from None
+        finally:
+            self._testing.remove(endpoint.owner)
         return JSONResponse(
             {
                 "object": "webhook_endpoint.test",
