@@ -263,7 +263,7 @@ class Jobs:
             rows = connection.execute(select(order).where(order.c.number.in_(numbers)))
             return {row.number: row.position for row in rows}
 
-    def claim(self, holder: str, *, is_idle: bool = True) -> Job | None:
+    def claim(self, holder: str, *, is_idle: bool = True, is_full: bool = False) -> Job | None:
         """Lease a queued job to the process ``holder``; return None if there is none to run now.
 
         The job is the oldest one of the owner with the fewest running jobs, so that no owner waits for all jobs of
@@ -272,13 +272,16 @@ class Jobs:
         Args:
             holder: The name of the process.
             is_idle: Whether the process runs no other job.
+            is_full: Whether only a job of an owner without running jobs is leased.
         """
         is_queued = jobs.c.status == "queued"
         first = select(jobs.c.owner, func.min(jobs.c.number)).where(is_queued).group_by(jobs.c.owner)
         with self._database.writing(exclusive=not self._database.is_postgresql) as connection:
             num_running = {row.owner: row.num for row in connection.execute(_num_running())}
             waiting = sorted((num_running.get(owner, 0), number, owner) for owner, number in connection.execute(first))
-            for _, _, owner in waiting:
+            for num, _, owner in waiting:
+                if is_full and num:
+                    return None
                 oldest = select_rows(Job, jobs).where(is_queued, jobs.c.owner == owner).order_by(jobs.c.number).limit(1)
                 row = connection.execute(oldest.with_for_update(skip_locked=True)).first()
                 if row is not None:

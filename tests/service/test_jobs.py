@@ -485,8 +485,14 @@ def test_keys_see_their_own_jobs_only_and_a_revoked_key_runs_none(tmp_path: Path
             images = [result["data"][0]["b64_json"] for result in results]
             assert images[0] != images[1]
             assert [len(each.jobs().data) for each in (client, other)] == [1, 1]
-            begun = client.begin_job(GENERATIONS, LONG | {"num_inference_steps": 1000, "n": 4})
-            file = client.upload(batch_lines([LONG | {"num_inference_steps": 1000, "n": 4}]))
+            very_long = LONG | {"num_inference_steps": 1000, "n": 4}
+            all_begun = [client.begin_job(GENERATIONS, very_long | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 1)]
+            begun = all_begun[0]
+            wait_for(lambda: len(client.jobs(status="running").data) == JOBS_AT_ONCE, SOON_S, "all places of jobs")
+            other.put_job("short", GENERATIONS, BODY)
+            assert until_over(other, "short").status == "succeeded"
+            assert len(client.jobs(status="running").data) == JOBS_AT_ONCE, "another key does not wait for long jobs"
+            file = client.upload(batch_lines([very_long]))
             batch = client.begin_batch(file.id)
             wait_for(lambda: client.job(begun.id).progress, SOON_S, "progress of the job")
         assert httpx.get(f"{server.url}{JOBS}").status_code == 401

@@ -103,15 +103,15 @@ class JobMachine(RuleBasedStateMachine):
             assert all(added.number > other.number for other in self.model.values())
             self.model[owner, name] = ModelJob(added.number, body, self.now_s, self.now_s + timeout_s)
 
-    @rule(target=leases, holder=st.sampled_from(HOLDERS), is_idle=st.booleans())
-    def claim(self, holder: str, is_idle: bool) -> object:
+    @rule(target=leases, holder=st.sampled_from(HOLDERS), is_idle=st.booleans(), is_full=st.booleans())
+    def claim(self, holder: str, is_idle: bool, is_full: bool) -> object:
         running = [owner for (owner, _), job in self.model.items() if job.status == "running"]
         waiting = sorted(
             (running.count(key[0]), job.number, key) for key, job in self.model.items() if job.status == "queued"
         )
-        claimed = self.jobs.claim(holder, is_idle=is_idle)
+        claimed = self.jobs.claim(holder, is_idle=is_idle, is_full=is_full)
         job = self.model[waiting[0][2]] if waiting else None
-        if job is None or (job.losses and not is_idle):
+        if job is None or (job.losses and not is_idle) or (is_full and waiting[0][0]):
             assert claimed is None
             return multiple()
         assert claimed is not None

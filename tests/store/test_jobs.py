@@ -257,6 +257,11 @@ def test_owners_take_turns(jobs: Jobs) -> None:
     first = claim(jobs)
     jobs.add("key-2", "late", PATH, "{}", DAY_S)
     assert [first.id, claim(jobs).id, claim(jobs).id] == ["many-0", "late", "many-1"]
+    assert jobs.claim("a", is_full=True) is None, "key-1 has running jobs"
+    jobs.add("key-3", "other", PATH, "{}", DAY_S)
+    claimed = jobs.claim("a", is_full=True)
+    assert claimed is not None
+    assert claimed.id == "other"
 
 
 OWNERS = ("key-1", "key-2", "key-3")

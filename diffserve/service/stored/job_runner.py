@@ -206,8 +206,10 @@ class JobRunner:
         info = self._app.state.engine.info
         is_on_cpu = info is None or info.device == "cpu"
         at_once = (JOBS_AT_ONCE if is_on_cpu else JOBS_AT_ONCE_ON_GPU) * self._admission.images.num_engines
-        while len(self._running) < at_once and not any(running.is_alone for running in self._running.values()):
-            job = await run_to_end(self._jobs.claim, self._holder, is_idle=not self._running)
+        while len(self._running) < 2 * at_once and not any(running.is_alone for running in self._running.values()):
+            # a second half of the places is for keys without running jobs, so that none waits for long jobs of others
+            facts = {"is_idle": not self._running, "is_full": len(self._running) >= at_once}
+            job = await run_to_end(self._jobs.claim, self._holder, **facts)
             if job is None:
                 return
             task = asyncio.create_task(self._run(job), name=f"job {job.number}")
