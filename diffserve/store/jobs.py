@@ -6,6 +6,7 @@ that ``holder`` names, and ``token`` grows with every lease: only the holder of 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Collection
@@ -39,8 +40,8 @@ KEPT_S: Final = 7 * 24 * 3600.0
 MAX_UNFINISHED: Final = 10_000
 """Unfinished jobs per owner."""
 
-MAX_UNFINISHED_BYTES: Final = 2_000_000_000
-"""Total length of the bodies of the unfinished jobs of one owner, so that none fills the disk."""
+MAX_BODY_BYTES: Final = 2_000_000_000
+"""Total length of the bodies of one owner, so that none fills the disk; that of a successful job is deleted."""
 
 MAX_PROMPT_CHARS: Final = 10_000
 """Characters of a prompt that are shown with a job."""
@@ -58,6 +59,8 @@ Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelle
 NOT_BEGUN: Final = ("queued", "paused")
 UNFINISHED: Final = ("queued", "running", "paused")
 OVER: Final = ("succeeded", "failed", "cancelled", "expired")
+WITH_BODY: Final = (*UNFINISHED, "failed", "cancelled", "expired")
+"""States of jobs that may run again, for which they need their bodies."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         result_bytes: Length of the result's body.
         output: Where its result goes: ``base_url``, the beginning of image URLs; and if the result is uploaded,
             ``put_url``, ``status`` (waiting, delivered or failed) and ``error``.
+        digest: SHA-256 of the body of its request.
     """
 
     number: int
@@ -96,6 +100,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     result_status: int
     result_bytes: int
     output: dict[str, str]
+    digest: str
 
     @property
     def is_over(self) -> bool:
@@ -128,6 +133,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     output: dict[str, str] = {}
     body_bytes: int
     prompt: str | None
+    digest: str
 
 
 class JobFilter(NamedTuple):
@@ -153,11 +159,11 @@ class Jobs:
     Args:
         database: The database; results are in its data folder.
         clock: Returns seconds since 1970.
-        max_bytes: Total size of the bodies of the unfinished jobs of one owner.
+        max_bytes: Total size of the bodies of one owner; that of a successful job is deleted.
     """
 
     def __init__(
-        self, database: Database, clock: Callable[[], float] = time.time, max_bytes: int = MAX_UNFINISHED_BYTES
+        self, database: Database, clock: Callable[[], float] = time.time, max_bytes: int = MAX_BODY_BYTES
     ) -> None:
         self.folder = database.folder / FOLDER
         self._database = database
@@ -181,32 +187,32 @@ class Jobs:
             The job, and whether it is new; an earlier one has the same endpoint and body, in any order of its fields.
 
         Raises:
-            InvalidRequest: ``owner`` has another job with this ID, or too many or too large unfinished ones.
+            InvalidRequest: ``owner`` has another job with this ID, too many unfinished ones, or too large bodies.
         """
         now_s = self._clock()
         new = NewJob(
             id=name, owner=owner, endpoint=endpoint, status="queued", events=_events([], "queued", now_s),
             created_s=now_s, expires_s=now_s + timeout_s, output=output or {}, body_bytes=len(body.encode()),
-            prompt=_prompt_of(body),
+            prompt=_prompt_of(body), digest=_digest_of(body),
         )  # fmt: skip
-        unfinished_totals = select(func.count(), func.coalesce(func.sum(jobs.c.body_bytes), 0)).where(
-            jobs.c.owner == owner, jobs.c.status.in_(UNFINISHED)
-        )
+        totals = select(
+            func.count().filter(jobs.c.status.in_(UNFINISHED)), func.coalesce(func.sum(jobs.c.body_bytes), 0)
+        ).where(jobs.c.owner == owner, jobs.c.status.in_(WITH_BODY))
         with self._database.writing(exclusive=True) as connection:
             job = find_row(connection, Job, jobs, owner=owner, id=name)
             if job is not None:
-                if job.endpoint != endpoint or not _is_same_json(_read_body(connection, job.number), body):
+                if (job.endpoint, job.digest) != (endpoint, new.digest):
                     message = f"a job {name!r} exists with another endpoint or body; choose another ID."
                     raise InvalidRequest(message, param="id", code="job_exists")
                 return job, False
-            num_unfinished, num_bytes = connection.execute(unfinished_totals).one()
+            num_unfinished, num_bytes = connection.execute(totals).one()
             if num_unfinished >= MAX_UNFINISHED:
                 message = f"{MAX_UNFINISHED} jobs are unfinished, which is the limit; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_jobs")
             if num_bytes + new.body_bytes > self._max_bytes:
                 message = (
-                    f"the bodies of your unfinished jobs have {num_bytes} bytes and this one has {new.body_bytes}; "
-                    f"at most {self._max_bytes} are allowed. Wait for a job or cancel one."
+                    f"the bodies of your jobs that have not succeeded have {num_bytes} bytes and this one has "
+                    f"{new.body_bytes}; at most {self._max_bytes} are allowed. Wait for a job, or delete finished ones."
                 )
                 raise InvalidRequest(message, code="too_many_jobs")
             insert_row(connection, jobs, new)
@@ -223,9 +229,10 @@ class Jobs:
             return find_row(connection, Job, jobs, owner=owner, id=name)
 
     def body(self, job: Job) -> str:
-        """Return the body of the request of ``job``, JSON; "" if the job was deleted."""
+        """Return the body of the request of ``job``, JSON; "" if the job has succeeded or was deleted."""
+        query = select(job_bodies.c.body).where(job_bodies.c.number == job.number)
         with self._database.reading() as connection:
-            return _read_body(connection, job.number)
+            return connection.execute(query).scalar() or ""
 
     def by_number(self, number: int) -> Job | None:
         """Return the job with this number, or None."""
@@ -504,7 +511,11 @@ class Jobs:
     def _move(self, connection: Connection, job: Job, status: Status, **values: Any) -> Job:
         now_s = self._clock()
         changes = {"status": status, "events": _events(job.entered, status, now_s), **values}
-        connection.execute(update(jobs).where(jobs.c.number == job.number).values(changes))
+        has_body = status in WITH_BODY
+        columns = changes if has_body else changes | {"body_bytes": 0}
+        connection.execute(update(jobs).where(jobs.c.number == job.number).values(columns))
+        if not has_body:
+            connection.execute(delete(job_bodies).where(job_bodies.c.number == job.number))
         if status in OVER:
             add_event(connection, job.owner, f"job.{status}", job.id, now_s)
         if status == "succeeded" and "put_url" in job.output:
@@ -517,10 +528,6 @@ def _delete(connection: Connection, is_chosen: ColumnElement[bool]) -> None:
     numbers = select(jobs.c.number).where(is_chosen)
     connection.execute(delete(job_bodies).where(job_bodies.c.number.in_(numbers)))
     connection.execute(delete(jobs).where(is_chosen))
-
-
-def _read_body(connection: Connection, number: int) -> str:
-    return connection.execute(select(job_bodies.c.body).where(job_bodies.c.number == number)).scalar() or ""
 
 
 class _Prompted(msgspec.Struct):
@@ -541,9 +548,9 @@ def _modified_s(path: Path) -> float:
         return 0.0
 
 
-def _is_same_json(first: str, second: str) -> bool:
-    """Return whether two JSON objects have the same fields, in any order."""
-    return first == second or msgspec.json.decode(first) == msgspec.json.decode(second)
+def _digest_of(body: str) -> str:
+    """Return the SHA-256 of a JSON text, independent of the order of fields and of spaces."""
+    return hashlib.sha256(msgspec.json.encode(msgspec.json.decode(body), order="deterministic")).hexdigest()
 
 
 def _num_running() -> Select[tuple[str, int]]:

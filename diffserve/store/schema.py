@@ -190,6 +190,7 @@ jobs = _table(
     _text("output", default="'{}'"),
     _integer("body_bytes", default="0"),
     Column("prompt", Text),
+    _text("digest", default="''"),
     UniqueConstraint("owner", "id"),
     Index("jobs_by_owner", "owner", "number"),
     Index("jobs_by_status", "status", "owner", "number", "body_bytes"),

@@ -46,7 +46,6 @@ class ModelJob:
 
     number: int
     body: str
-    created_s: float
     expires_s: float
     states: list[str] = field(default_factory=lambda: ["queued"])
     holder: str = ""
@@ -101,7 +100,7 @@ class JobMachine(RuleBasedStateMachine):
         assert is_new == (job is None)
         if job is None:
             assert all(added.number > other.number for other in self.model.values())
-            self.model[owner, name] = ModelJob(added.number, body, self.now_s, self.now_s + timeout_s)
+            self.model[owner, name] = ModelJob(added.number, body, self.now_s + timeout_s)
 
     @rule(target=leases, holder=st.sampled_from(HOLDERS), is_idle=st.booleans(), is_full=st.booleans())
     def claim(self, holder: str, is_idle: bool, is_full: bool) -> object:
@@ -210,7 +209,7 @@ class JobMachine(RuleBasedStateMachine):
         for key, job in tuple(self.model.items()):
             if job.status in ("queued", "paused") and job.expires_s <= self.now_s:
                 job.end_lease("expired")
-            elif job.status in OVER and job.created_s < self.now_s - KEPT_S:
+            elif job.status in OVER and job.expires_s < self.now_s - KEPT_S:
                 del self.model[key]
         files = {path.name for path in self.jobs.folder.iterdir()} if self.jobs.folder.is_dir() else set()
         results = {f"{job.number}-{job.token}" for job in self.model.values() if job.result is not None}

@@ -251,6 +251,24 @@ def test_bodies_are_only_read_to_run_their_jobs(jobs: Jobs) -> None:
         tracemalloc.stop()
 
 
+def test_bodies_count_until_their_jobs_succeed_or_are_deleted(database: Database, clock: Clock) -> None:
+    jobs, body = Jobs(database, clock, max_bytes=100), '{"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaa"}'
+    assert len(body) == 42
+    jobs.add("key-1", "one", PATH, body, DAY_S)
+    assert jobs.finish(claim(jobs), "succeeded", (200, b"{}"))
+    assert jobs.add("key-1", "one", PATH, body, DAY_S) == (current(jobs), False), "its body is known by its digest"
+    with pytest.raises(InvalidRequest, match="choose another ID"):
+        jobs.add("key-1", "one", PATH, "{}", DAY_S)
+    for name in ("two", "three"):
+        jobs.add("key-1", name, PATH, body, DAY_S)
+        jobs.cancel("key-1", name)
+    with pytest.raises(InvalidRequest, match=r"have 84 bytes and this one has 42; at most 100 are allowed\."):
+        jobs.add("key-1", "four", PATH, body, DAY_S)
+    jobs.add("key-2", "four", PATH, body, DAY_S)
+    jobs.delete(current(jobs, "two"))
+    assert jobs.add("key-1", "four", PATH, body, DAY_S)[1]
+
+
 def test_owners_take_turns(jobs: Jobs) -> None:
     for number in range(32):
         jobs.add("key-1", f"many-{number}", PATH, "{}", DAY_S)

@@ -134,26 +134,36 @@ def test_a_database_of_an_earlier_revision_is_backed_up_and_upgraded(tmp_path: P
 def test_an_earlier_revision_is_upgraded_with_its_jobs(open_database: OpenDatabase) -> None:
     body = '{"prompt": "a fox on the schöne beach"}'
     database = open_database()
-    Jobs(database).add("key-1", "one", "/v1/images/generations", body, 60.0)
+    jobs = Jobs(database)
+    jobs.add("key-1", "done", "/v1/images/generations", body, 60.0)
+    job = jobs.claim("server")
+    assert job is not None
+    jobs.finish(job, "succeeded", (200, b"{}"))
+    jobs.add("key-1", "one", "/v1/images/generations", body, 60.0)
     with database.writing() as connection:  # as revision 0004 left it
         for statement in (
             "DROP INDEX jobs_by_status",
             "CREATE INDEX jobs_by_status ON jobs (status, owner, number)",
             "ALTER TABLE jobs DROP COLUMN body_bytes",
             "ALTER TABLE jobs DROP COLUMN prompt",
+            "ALTER TABLE jobs DROP COLUMN digest",
             "ALTER TABLE jobs ADD COLUMN body TEXT NOT NULL DEFAULT ''",
-            "UPDATE jobs SET body = (SELECT body FROM job_bodies WHERE number = jobs.number)",
+            "UPDATE jobs SET body = (SELECT body FROM job_bodies)",
             "DROP TABLE job_bodies",
             "ALTER TABLE batches DROP COLUMN base_url",
             "UPDATE alembic_version SET version_num = '0004'",
         ):
             connection.execute(text(statement))
     upgraded = open_database()
-    job = Jobs(upgraded).get("key-1", "one")
-    assert job is not None
-    assert (job.prompt, Jobs(upgraded).body(job)) == ("a fox on the schöne beach", body)
+    jobs = Jobs(upgraded)
+    for name, kept_body in (("one", body), ("done", "")):
+        job = jobs.get("key-1", name)
+        assert job is not None
+        assert (job.prompt, jobs.body(job)) == ("a fox on the schöne beach", kept_body)
+        assert not jobs.add("key-1", name, job.endpoint, body.replace(": ", ":"), 60.0)[1], "it is the same job"
     with upgraded.reading() as connection:
-        assert connection.execute(select(jobs_table.c.body_bytes)).scalar_one() == len(body) + 1
+        sizes = connection.execute(select(jobs_table.c.body_bytes).order_by(jobs_table.c.number)).scalars().all()
+        assert sizes == [0, len(body) + 1]
         context = MigrationContext.configure(connection, opts={"compare_server_default": True})
         assert compare_metadata(context, metadata) == []
     with pytest.raises(InvalidRequest, match=r"have 40 bytes and this one has 40; at most 79 are allowed"):
