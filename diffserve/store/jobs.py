@@ -439,6 +439,10 @@ class Jobs:
         for index in range(0, len(names), FILES_AT_ONCE):
             self._remove_unneeded(names[index : index + FILES_AT_ONCE], now_s)
 
+    def remove_unneeded_of(self, job: Job) -> None:
+        """Remove the files of ``job`` that it does not need any more: captured states after its end."""
+        self._remove_unneeded([path.name for path in self.folder.glob(f"{job.number}-*")], self._clock())
+
     def _remove_unneeded(self, names: list[str], now_s: float) -> None:
         """Remove those of the files ``names`` that no job needs.
 

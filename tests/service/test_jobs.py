@@ -420,6 +420,7 @@ def test_jobs_survive_a_kill_and_a_drain_and_end_once(tmp_path: Path) -> None:
             assert image == answer.json()["data"][0]["b64_json"]
             ends = [event for event in read_events(server, job.id) if event[1] == "job.succeeded"]
             assert len(ends) == 1
+        wait_for(lambda: not list((tmp_path / "data" / "jobs").glob("*capture*")), SOON_S, "removed captures")
     names = [path.name for path in (tmp_path / "data" / "jobs").iterdir()]
     assert (len(names), [name for name in names if not name[0].isdigit() or "." in name]) == (12, [])
 

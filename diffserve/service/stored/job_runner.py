@@ -236,7 +236,9 @@ class JobRunner:
             await self._store(job, self._jobs.release, job, is_engine_lost=True)
         except asyncio.CancelledError:
             with suppress(OSError, StoreError):
-                await run_to_end(self._jobs.drain, job)  # does nothing if the client has cancelled or paused it
+                is_drained = await run_to_end(self._jobs.drain, job)
+                if not is_drained:  # the client has cancelled or paused it
+                    await run_to_end(self._jobs.remove_unneeded_of, job)
             raise
         except (OSError, StoreError) as error:
             log.error("a job waits", extra=facts | {"reason": type(error).__name__})
