@@ -2,7 +2,7 @@
 // Gradio would notice the loss only at its next request and then do nothing until it reloads the page. The reload keeps all
 // fields (memory.js), and a button that was pressed meanwhile is pressed again after it.
 (() => {
-  const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, AFTERWARDS_MS = 100, TRIES = 600, MOST_PRESSES = 3;
+  const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, RESUMED_MS = 30000, AFTERWARDS_MS = 100, TRIES = 600, MOST_PRESSES = 3;
   const LOCKED = Symbol("a key is required");
   const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
   const KEPT = "your work is kept, reconnecting.";
@@ -133,14 +133,16 @@
     keep(PRESSED, others);
   }
 
-  // Gradio may show a button before it handles it: a press without effect is repeated.
+  // Gradio may show a button before it handles it: a press without effect is repeated. Stop waits for RESUMED_MS, because a
+  // busy server shows late that an experiment went on; new work that begins meanwhile is not stopped.
   function pressSoon(name, button) {
     const tab = TABS[name], isRunning = button === tab.run;
-    let tries = 0, pressed = 0, pressedAt = -PATIENCE_MS;
+    let tries = 0, pressed = 0, pressedAt = -PATIENCE_MS, isReplaced = false;
+    if (!isRunning) part(tab.run)?.addEventListener("click", () => { isReplaced = true; }, { once: true });
     const again = setInterval(() => {
       const waited = AFTERWARDS_MS * (tries += 1);
-      const isDone = isRunning ? pressed && isBusy(tab) : !isBusy(tab) && (pressed || waited > IDLE_MS);
-      if (isDone || tries > TRIES) { clearInterval(again); return done(name); }
+      const isDone = isRunning ? pressed && isBusy(tab) : !isBusy(tab) && (pressed || waited > RESUMED_MS);
+      if (isDone || isReplaced || tries > TRIES) { clearInterval(again); return done(name); }
       if (!isThere(part(button)) || waited - pressedAt < PATIENCE_MS || pressed === MOST_PRESSES) return;
       pressed += 1;
       pressedAt = waited;

@@ -90,8 +90,9 @@ def test_undo_and_the_changes_are_shown_while_the_prompt_is_the_rewrite() -> Non
     async def run() -> None:
         visitors, request = Visitors(), Request()
         events = Rewriting(None, visitors, None)  # type: ignore[arg-type]
+        unchanged = (gr.skip(), gr.skip())
         for prompt in ("", WISH, None):
-            assert await events.look(prompt, request) == ("", HIDDEN)  # type: ignore[arg-type]
+            assert await events.look(prompt, request) == unchanged  # type: ignore[arg-type]
         visitor = visitors.arrive(Request.session_hash, TOKEN)
         assert visitor is visitors.arrive("after a reload", TOKEN), "a change before the arrival makes no visitor"
         marked = difference_html(WISH, "a red fox")
@@ -100,5 +101,8 @@ def test_undo_and_the_changes_are_shown_while_the_prompt_is_the_rewrite() -> Non
         for prompt in ("a red fo", "a dog", WISH, "", None):
             assert await events.look(prompt, request) == ("", HIDDEN)  # type: ignore[arg-type]
         assert await events.look("a red fox", request) == (marked, SHOWN)  # type: ignore[arg-type]
+        declined = shown(visitor, "a dog", Rewritten("a dog", "it is good", is_done=True))
+        assert declined == {"difference": "it is good", "undo": HIDDEN}
+        assert await events.look("a dog", request) == unchanged, "a late change leaves the reason"  # type: ignore[arg-type]
 
     asyncio.run(run())

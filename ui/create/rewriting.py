@@ -128,6 +128,7 @@ def shown(visitor: Visitor, wish: str, state: Rewritten) -> dict[str, Update]:
     if not state.is_done:
         return {"difference": state.difference, "undo": HIDDEN}
     if state.prompt == wish:
+        visitor.settle("", "")
         return {"difference": state.difference, "undo": HIDDEN}
     visitor.settle(wish, state.prompt)
     return {"prompt": state.prompt, "difference": state.difference, "undo": SHOWN}
@@ -178,8 +179,13 @@ class Rewriting:
             yield update.get("prompt", gr.skip()), update["difference"], update["undo"]
 
     async def look(self, prompt: str | None, request: gr.Request) -> tuple[Update, ...]:
-        """Return (difference, undo) after a change of the prompt: they are shown while it is the last rewrite."""
+        """Return (difference, undo) after a change of the prompt: they are shown while it is the last rewrite.
+
+        Without a rewrite they stay as they are: on a busy server this event may come after the answer to a suggestion.
+        """
         wish, rewrite = self._visitors.rewrite_of(request.session_hash)
+        if not rewrite:
+            return gr.skip(), gr.skip()
         if prompt and prompt == rewrite:
             return difference_html(wish, rewrite), SHOWN
         return "", HIDDEN
