@@ -487,20 +487,20 @@ def test_keys_see_their_own_jobs_only_and_a_revoked_key_runs_none(tmp_path: Path
             assert images[0] != images[1]
             assert [len(each.jobs().data) for each in (client, other)] == [1, 1]
             very_long = LONG | {"num_inference_steps": 1000, "n": 4}
-            all_begun = [client.begin_job(GENERATIONS, very_long | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 1)]
-            begun = all_begun[0]
+            long_jobs = [client.begin_job(GENERATIONS, very_long | {"seed": seed}) for seed in range(JOBS_AT_ONCE + 1)]
+            first_long_job = long_jobs[0]
             wait_for(lambda: len(client.jobs(status="running").data) == JOBS_AT_ONCE, SOON_S, "all places of jobs")
             other.put_job("short", GENERATIONS, BODY)
             assert until_over(other, "short").status == "succeeded"
             assert len(client.jobs(status="running").data) == JOBS_AT_ONCE, "another key does not wait for long jobs"
             file = client.upload(batch_lines([very_long]))
             batch = client.begin_batch(file.id)
-            wait_for(lambda: client.job(begun.id).progress, SOON_S, "progress of the job")
+            wait_for(lambda: client.job(first_long_job.id).progress, SOON_S, "progress of the job")
         assert httpx.get(f"{server.url}{JOBS}").status_code == 401
         keys.revoke("first")
         database, owner = Database(tmp_path / "server" / "data"), keys.all()[0].id
         batches = Batches(database, Files(database, 1 << 20))
-        job = wait_for(lambda: over(Jobs(database).get(owner, begun.id)), SOON_S, "the end of the job")
+        job = wait_for(lambda: over(Jobs(database).get(owner, first_long_job.id)), SOON_S, "the end of the job")
         assert (job.status, job.error) == ("failed", "invalid_key: its API key is not valid any more.")
         stored = wait_for(lambda: over(batches.get(batch.id)), SOON_S, "the end of the batch")
         assert (stored.status, stored.error) == ("failed", "invalid_key: its API key is not valid any more.")

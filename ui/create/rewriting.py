@@ -179,9 +179,9 @@ class Rewriting:
             yield update.get("prompt", gr.skip()), update["difference"], update["undo"]
 
     async def look(self, prompt: str | None, request: gr.Request) -> tuple[Update, ...]:
-        """Return (difference, undo) after a change of the prompt: they are shown while it is the last rewrite.
+        """Return (difference, undo) after a change of the prompt: visible while the prompt is the last rewrite.
 
-        Without a rewrite they stay as they are: on a busy server this event may come after the answer to a suggestion.
+        Without a rewrite both stay the same, because on a busy server this event may follow the answer to a suggestion.
         """
         wish, rewrite = self._visitors.rewrite_of(request.session_hash)
         if not rewrite:

@@ -128,7 +128,7 @@ class EarlyAnswer(msgspec.Struct):
     @property
     def is_requested(self) -> bool:
         """Whether one of the fields is true."""
-        return bool(self.stream) or self.background is True
+        return self.stream is True or self.background is True
 
 
 def early_answer_of(body: bytes | msgspec.Raw) -> EarlyAnswer:
@@ -151,11 +151,8 @@ def refuse_early_answers(body: bytes | msgspec.Raw, not_streamed: str, runs_in_b
         InvalidRequest: It requests one.
     """
     fields = early_answer_of(body)
-    for name, is_true, reason in (
-        ("stream", bool(fields.stream), not_streamed),
-        ("background", fields.background is True, runs_in_background),
-    ):
-        if is_true:
+    for name, reason in (("stream", not_streamed), ("background", runs_in_background)):
+        if getattr(fields, name) is True:
             message = f"{name} is true; {reason}, leave it out."
             raise InvalidRequest(message, param=name, code="unsupported_value")
 
