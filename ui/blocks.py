@@ -56,7 +56,7 @@ class PageBlocks(gr.Blocks):
             if block_fn.is_validator_function:  # it reports invalid values at their fields
                 return list(inputs)
             inputs = [
-                _number_in(field, value) if isinstance(field, gr.Number) else value
+                _number_in(field, value) if isinstance(field, gr.Number) and block_fn.preprocess else value
                 for field, value in zip(block_fn.inputs, inputs, strict=True)
             ]
             values: list[Any] = await super().preprocess_data(block_fn, inputs, *arguments, **keywords)

@@ -84,15 +84,31 @@
     }
   }, 1000);
 
-  // Shows the group of a field that gradio marks as invalid.
-  function reveal() {
-    const field = document.querySelector(".group .validation-error"), group = field?.closest(".group");
-    if (!field || field.offsetParent || field === revealed) { revealed = field; return; }
-    revealed = field;
-    document.querySelector(`#groups input[value=${group.id}]`)?.click();
+  // Gradio's message at an invalid field goes with the next event of the page. This one stays until the value changes.
+  let invalid = null;
+  const input = (block) => block?.querySelector("input, textarea");
+  function markInvalid() {
+    const block = invalid && part(invalid.field), old = document.querySelector(".block > .invalid");
+    const text = block && input(block)?.value === invalid.value ? invalid.message : "";
+    if (old && (old.parentElement !== block || old.textContent !== text)) {
+      input(old.parentElement)?.removeAttribute("aria-invalid");
+      old.remove();
+    }
+    if (!text || block.querySelector(":scope > .invalid")) return;
+    const message = document.createElement("p");
+    [message.className, message.role, message.textContent] = ["invalid", "alert", text];
+    block.append(message);
+    input(block)?.setAttribute("aria-invalid", "true");
   }
-  let revealed = null;
-  new MutationObserver(() => { localTimes(); reveal(); }).observe(document, { childList: true, subtree: true });
+  diffserve.showInvalid = (checked) => {
+    const block = checked && part(checked.field);
+    invalid = checked && { ...checked, value: input(block)?.value };
+    if (block && !block.offsetParent) part("groups").querySelector(`input[value=${block.closest(".group")?.id}]`)?.click();
+    markInvalid();
+    return [];
+  };
+  document.addEventListener("input", () => setTimeout(markInvalid));
+  new MutationObserver(() => { localTimes(); markInvalid(); }).observe(document, { childList: true, subtree: true });
   const start = () => { applyTheme(); new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] }); };
   if (document.body) start(); else document.addEventListener("DOMContentLoaded", start);
 })();

@@ -89,6 +89,6 @@ def test_a_second_pass_is_restored_from_its_file_and_reproduces_its_pixels(
     there.write("hires-scale", 0.5)
     there.reveal("seed")
     there.press("generate")
-    error = there.part("hires-scale").locator(".validation-error").first
+    error = there.part("hires-scale").locator(".invalid")
     expect(error).to_be_visible()  # its group is shown
     expect(error).to_contain_text("between 1 and 8")

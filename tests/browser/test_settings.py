@@ -50,14 +50,26 @@ def test_an_invalid_value_is_marked_at_its_field_and_nothing_is_painted(visit: V
     expect(here.part("guidance")).to_be_hidden()
     here.press("generate")
     expect(here.part("guidance")).to_be_visible()  # its group is shown
-    error = here.part("guidance").locator(".validation-error").first
+    error = here.part("guidance").locator(".invalid")
     expect(error).to_contain_text("from 0 to 30")
     red, green, blue = map(int, re.findall(r"\d+", error.evaluate("each => getComputedStyle(each).color"))[:3])
     assert red > green + blue
     assert_fits(here)
     screenshot(here, "invalid-phone")
     expect(here.gallery()).to_have_count(0)
+    here.write("prompt", "an owl and a unicorn")
+    here.expect_text("unknown-words", "unicorn")  # an event after the message, which stays until the value changes
+    expect(error).to_be_visible()
+    here.write("guidance", 32)
+    expect(error).to_have_count(0)
+    here.press("generate")
+    expect(error).to_contain_text("'32'")
+    here.reveal("seed")
+    here.press("generate")
+    expect(error).to_be_visible()  # shown again
     here.write("guidance", "")
+    expect(error).to_have_count(0)
+    here.write("prompt", "an owl")
     here.set_advanced(steps=4)
     here.paint()
     expect(here.gallery()).to_have_count(1)

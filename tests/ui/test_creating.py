@@ -92,9 +92,13 @@ class Page:
     async def validate(self, **fields: Any) -> dict[str, str]:
         """Return the message at each invalid field, as Generate shows it."""
         values = FORM | fields
-        results = await self._events.validate(*(values.get(name, "") for name in NAMES), Request())
+        sent = [*(values.get(name, "") for name in NAMES), Request()]
+        results = await self._events.validate(*sent)
         messages = zip(NAMES, results, strict=True)
-        return {name: result["message"] for name, result in messages if not result["is_valid"]}
+        invalid = {name: result["message"] for name, result in messages if not result["is_valid"]}
+        kept = [{"field": name, "message": text} for name, text in invalid.items()]
+        assert await self._events.check(*sent) == (kept[0] if kept else None)
+        return invalid
 
     async def reuse(self) -> list[Any]:
         """Press Reuse settings and return the fields and the caption."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import re
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from gradio_client.exceptions import AppError
 
 from diffserve.media.images import decode_image, read_infotext
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
+from ui.create.handlers import CreateHandlers
 from ui.create.view import UPDATE_EVERY_S
 
 pytestmark = pytest.mark.slow
@@ -104,6 +106,13 @@ def test_endpoint_types_and_names_match_their_values(page: Client, page_server: 
     assert "'euler'" in samplers["python_type"]["type"]
     [sampler] = [value for value in endpoints["/read_parameters"]["returns"] if value["label"] == "Sampler"]
     assert "'ddim'" in sampler["python_type"]["type"]
+
+
+def test_element_ids_of_the_form_are_the_names_of_its_fields(page: Client) -> None:
+    names = {part["id"]: part["props"].get("elem_id") for part in page.config["components"]}
+    [generate] = [event for event in page.config["dependencies"] if event["api_name"] == "generate"]
+    fields = (*inspect.signature(CreateHandlers.generate).parameters,)[1:-2]
+    assert [names[part] for part in generate["inputs"][:-1]] == [name.replace("_", "-") for name in fields]
 
 
 def test_generate_shows_previews_and_ends_with_the_servers_file(page: Client, page_server: RunningServer) -> None:

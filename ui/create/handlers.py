@@ -39,7 +39,7 @@ from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
 CALLED: Final = {"num_images": "count"}
-"""Fields with another name in gradio's client API."""
+"""Fields with another name in gradio's client API and as element ID."""
 
 A_LITTLE: Final = "0.15"
 """Default variation strength."""
@@ -63,11 +63,16 @@ class CreateHandlers:
         """Bind all events; call it inside the page's context."""
         tab = self._tab
         fields, showing, settings = tab.fields, tab.showing, tab.settings
+        sent: dict[str, Any] = {
+            "triggers": [showing.generate.click, fields.prompt.submit],
+            "inputs": [*fields.all, settings.start.marks],
+            "js": "(...values) => diffserve.withMarks(values)",
+        }
+        checked = gr.on(fn=self.check, outputs=settings.invalid, preprocess=False, **sent, **PRIVATE)
+        checked.success(js="(checked) => diffserve.showInvalid(checked)", inputs=settings.invalid, **SILENT)
         gr.on(
-            [showing.generate.click, fields.prompt.submit],
-            self.generate,
-            inputs=[*fields.all, settings.start.marks],
-            js="(...values) => diffserve.withMarks(values)",
+            fn=self.generate,
+            **sent,
             outputs=list(showing),
             api_name="generate",
             show_progress="hidden",
@@ -192,22 +197,42 @@ class CreateHandlers:
         """
         *values, marks, request = arguments
         results = [gr.validate(True, "")] * (len(values) + 1)
-        if _is_script(request):
-            return results
+        invalid = None if _is_script(request) else await self._invalid(values, marks, request)
+        if invalid is not None:
+            field, error = invalid
+            results[FORM_FIELDS.index(field)] = gr.validate(False, sentence(error))
+        return results
+
+    @called_with(*(CALLED.get(name, name) for name in FORM_FIELDS), "marks")
+    async def check(self, *arguments: Any) -> dict[str, str] | None:
+        """Return the element ID of the invalid field and its message; None if there is none.
+
+        Gradio removes the messages of ``validate`` with the next event of the page; this one stays.
+        """
+        *values, marks, request = arguments
+        invalid = await self._invalid(values, marks, request)
+        if invalid is None:
+            return None
+        field, error = invalid
+        return {"field": CALLED.get(field, field).replace("_", "-"), "message": sentence(error)}
+
+    async def _invalid(
+        self, values: Sequence[Any], marks: str | None, request: gr.Request
+    ) -> tuple[str, InvalidRequest] | None:
+        """Return the first invalid field of the form and its error; None if ``generate`` reports the error, if any."""
+        visitor = self._visitors.of(request.session_hash)
         try:
             form = Form.of(values)
             check_lengths(form)
             image = (await self._server.models()).image_of(form.model)
-            visitor = self._visitors.of(request.session_hash)
             start = start_of(read_marks(marks), form.strength, visitor.start)
             order_of(form, image, start, b"" if visitor.control else None)
         except InvalidRequest as error:
             field = FIELD_OF.get(error.param or "", error.param)
-            if field in FORM_FIELDS:
-                results[FORM_FIELDS.index(field)] = gr.validate(False, sentence(error))
-        except DiffserveError:
-            return results  # reported by ``generate``, which waits for the models
-        return results
+            return (field, error) if field in FORM_FIELDS else None
+        except DiffserveError:  # ``generate`` waits for the models
+            return None
+        return None
 
     async def look_back(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show an image of the gallery."""

@@ -38,7 +38,7 @@ TITLED: Final = {
 
 
 class Fields(NamedTuple):
-    """All input components, as in ``ui.create.parameters.Form``."""
+    """All input components, as in ``ui.create.parameters.Form``; element IDs are the names with dashes."""
 
     prompt: gr.Textbox
     negative_prompt: gr.Textbox
@@ -80,6 +80,7 @@ class Settings(NamedTuple):
         references: The panel with reference images.
         random_seed: The button next to the seed.
         read_parameters: The button that loads settings from a picture.
+        invalid: The invalid field and its message, for ``screen.js``; not shown.
     """
 
     groups: gr.Radio
@@ -89,6 +90,7 @@ class Settings(NamedTuple):
     references: ReferencePanel
     random_seed: gr.Button
     read_parameters: gr.UploadButton
+    invalid: gr.JSON
 
 
 GROUPS: Final = {
@@ -119,7 +121,8 @@ def lay_out() -> Settings:
     with _group("extras"):
         fields |= {"typed": _extras(fields.pop("typed"))}
     fields |= {"strength": begin.strength, **panel.fields}
-    return Settings(groups, fields, begin, panel, reference_panel, random_seed, read_parameters)
+    invalid = gr.JSON(visible=False)
+    return Settings(groups, fields, begin, panel, reference_panel, random_seed, read_parameters, invalid)
 
 
 def _group(name: str) -> gr.Column:

@@ -165,13 +165,13 @@ class Starting:
         return shown(visitor.start)
 
 
-def read_marks(text: str | None) -> PageMarks:
-    """Parse what the browser sends with a request. Raises InvalidRequest."""
+def read_marks(text: object) -> PageMarks:
+    """Parse what the browser sends with a request, None or a text. Raises InvalidRequest."""
     if not text:
         return PageMarks()
     try:
-        if len(text) > MAX_MARKS_CHARS:
-            raise ValueError("too long")
+        if not isinstance(text, str) or len(text) > MAX_MARKS_CHARS:
+            raise ValueError("no text, or too long")
         return msgspec.json.decode(text, type=PageMarks)
     except ValueError:  # msgspec's errors are ValueErrors
         raise InvalidRequest(UNREADABLE_MASK, param="mask") from None
