@@ -105,6 +105,7 @@
     invalid = checked && { ...checked, value: input(block)?.value };
     if (block && !block.offsetParent) part("groups").querySelector(`input[value=${block.closest(".group")?.id}]`)?.click();
     markInvalid();
+    block?.scrollIntoView({ block: "nearest" });
     return [];
   };
   document.addEventListener("input", () => setTimeout(markInvalid));

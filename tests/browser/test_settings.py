@@ -66,7 +66,7 @@ def test_an_invalid_value_is_marked_at_its_field_and_nothing_is_painted(visit: V
     expect(error).to_contain_text("'32'")
     here.reveal("seed")
     here.press("generate")
-    expect(error).to_be_visible()  # shown again
+    expect(error).to_be_in_viewport()  # shown again
     here.write("guidance", "")
     expect(error).to_have_count(0)
     here.write("prompt", "an owl")

@@ -96,8 +96,8 @@ class Page:
         results = await self._events.validate(*sent)
         messages = zip(NAMES, results, strict=True)
         invalid = {name: result["message"] for name, result in messages if not result["is_valid"]}
-        kept = [{"field": name, "message": text} for name, text in invalid.items()]
-        assert await self._events.check(*sent) == (kept[0] if kept else None)
+        checks = [{"field": name, "message": text} for name, text in invalid.items()]
+        assert await self._events.check(*sent) == (checks[0] if checks else None)
         return invalid
 
     async def reuse(self) -> list[Any]:
