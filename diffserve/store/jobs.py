@@ -342,12 +342,18 @@ class Jobs:
         reach("job_drained")
         return is_drained
 
-    def reclaim(self, alive: Collection[str]) -> list[str]:
-        """Requeue the running jobs whose holders are not in ``alive``, and return the IDs of these jobs."""
-        query = select_rows(Job, jobs).where(jobs.c.status == "running", jobs.c.holder.not_in(alive))
+    def reclaim(self, list_holders: Callable[[], Collection[str]]) -> list[str]:
+        """Requeue the running jobs whose holders have ended, and return the IDs of these jobs.
+
+        Args:
+            list_holders: Returns the processes that run now. It is called after the jobs have been read: a process that
+                started in between and claimed a job would be missing in an older list.
+        """
         with self._database.reading() as connection:
-            orphaned_jobs = [read_row(Job, row) for row in connection.execute(query)]
-        return [job.id for job in orphaned_jobs if self.release(job)]
+            query = select_rows(Job, jobs).where(jobs.c.status == "running")
+            running_jobs = [read_row(Job, row) for row in connection.execute(query)]
+        holders = list_holders()
+        return [job.id for job in running_jobs if job.holder not in holders and self.release(job)]
 
     def drain_all(self, holder: str) -> None:
         """Return all jobs of ``holder``, which runs none any more, to the queue; their attempts do not count."""

@@ -87,14 +87,27 @@ def test_a_job_is_added_once_and_its_result_is_stored(jobs: Jobs) -> None:
 def test_a_lost_lease_cannot_end_the_job(jobs: Jobs) -> None:
     jobs.add("key-1", "one", PATH, "{}", DAY_S)
     stale = claim(jobs, "dead")
-    assert jobs.reclaim({"alive"}) == ["one"]
+    assert jobs.reclaim(lambda: {"alive"}) == ["one"]
     leased = claim(jobs, "alive")
     assert not jobs.finish(stale, "succeeded", (200, b"stale"))
     assert not jobs.release(stale)
-    assert jobs.reclaim({"alive"}) == []
+    assert jobs.reclaim(lambda: {"alive"}) == []
     assert jobs.finish(leased, "succeeded", (200, b"good"))
     assert not jobs.finish(leased, "failed", None, "x: y")
     assert jobs.result(current(jobs)) == b"good"
+
+
+def test_a_job_that_a_new_process_claims_while_the_processes_are_listed_stays_leased(jobs: Jobs) -> None:
+    for name in ("one", "two"):
+        jobs.add("key-1", name, PATH, "{}", DAY_S)
+    claim(jobs, "dead")
+
+    def list_holders() -> set[str]:
+        claim(jobs, "new")
+        return {"alive"}
+
+    assert jobs.reclaim(list_holders) == ["one"]
+    assert (current(jobs, "two").status, current(jobs, "two").attempts) == ("running", 1)
 
 
 def test_cancel_wins_over_a_running_job_and_retry_runs_it_again(jobs: Jobs) -> None:
@@ -128,7 +141,7 @@ def test_a_job_that_ends_every_server_is_poison(jobs: Jobs) -> None:
     jobs.add("key-1", "one", PATH, "{}", DAY_S)
     for attempt in range(MAX_ATTEMPTS):
         claim(jobs, f"dead-{attempt}")
-        jobs.reclaim({"alive"})
+        jobs.reclaim(lambda: {"alive"})
     assert (current(jobs).status, current(jobs).error.partition(":")[0]) == ("failed", "poison")
 
 
@@ -150,7 +163,7 @@ def test_files_that_no_job_needs_are_removed(jobs: Jobs, clock: Clock) -> None:
         jobs.add("key-1", name, PATH, "{}", DAY_S)
     assert jobs.finish(claim(jobs), "succeeded", (200, b"good"))
     claim(jobs, "dead")
-    jobs.reclaim({"alive"})
+    jobs.reclaim(lambda: {"alive"})
     running = claim(jobs, "alive")
     needed = {"1-1", "2-2.part", "2-capture-0", "2-capture-0.part", "3-capture-0", "a.lock", "new.new"}
     for name in (*needed, "1-1.part", "1-capture-0", "1-capture-0.part", "2-1", "2-1.part", "9-1", "9-capture-0"):
@@ -408,7 +421,7 @@ def test_any_order_of_actions_keeps_one_lease_and_one_end(jobs: Jobs, clock: Clo
                     assert release(lease) == has_lease
                     status = "queued" if has_lease else status
             case "reclaim":
-                assert jobs.reclaim(()) == ([name] if status == "running" else [])
+                assert jobs.reclaim(set) == ([name] if status == "running" else [])
                 status = "queued" if status == "running" else status
             case "cancel":
                 jobs.cancel("key-1", name)
@@ -446,7 +459,8 @@ def test_a_jump_of_the_clock_neither_expires_nor_repeats_nor_loses_jobs(
     first = claim(jobs)
     clock.now_s += jump_s
     jobs.sweep()
-    assert [jobs.reclaim({"a", "b"}), other.reclaim({"a", "b"})] == [[], []], "leases belong to processes, not to times"
+    reclaimed = [each.reclaim(lambda: {"a", "b"}) for each in (jobs, other)]
+    assert reclaimed == [[], []], "leases belong to processes, not to times"
     second = claim(other, "b")
     assert (first.id, second.id, jobs.claim("a"), other.claim("b")) == ("one", "two", None, None)
     clock.now_s -= jump_s

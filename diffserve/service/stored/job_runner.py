@@ -186,8 +186,7 @@ class JobRunner:
                 await run_to_end(self._jobs.drain_all, self._holder)
 
     async def _reclaim(self) -> None:
-        alive = await FILES.run(_holders, self._jobs.folder)
-        for name in await LISTINGS.run(self._jobs.reclaim, {*alive, self._holder}):
+        for name in await LISTINGS.run(self._jobs.reclaim, lambda: {*_holders(self._jobs.folder), self._holder}):
             log.warning("the server that ran a job has ended; it runs again", extra={"job": name})
 
     async def _stop_changed(self) -> None:
