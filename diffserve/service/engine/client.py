@@ -221,7 +221,7 @@ class EngineClient:
             try:
                 await self._run_once()
             except OSError as error:  # no process or no socket: the same as a loss
-                log.error("engine did not start", extra={"reason": error.strerror})
+                log.error("engine did not start", extra={"reason": str(error)})
             if self.failed.done():
                 return
             self._losses.append(self._now())

@@ -239,7 +239,7 @@ class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
         try:
             await LISTINGS.run(self.on_background_end, plan.owner, f"response.{status}", name)
         except StoreError as error:
-            log.error("the event of a response is lost", extra={"reason": type(error).__name__})
+            log_failure(log, "the event of a response is lost", error)
 
     async def _run_in_background(
         self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, contexts: ExitStack, record: EventLog

@@ -111,7 +111,7 @@ class BatchRunner:
                         elif not self._owners.is_good(batch.owner):
                             self._tasks[batch.id].cancel()  # it starts again and fails at its first line
                 except (OSError, StoreError) as error:
-                    log.error("batches cannot be read", extra={"reason": type(error).__name__})
+                    log_failure(log, "batches cannot be read", error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()
@@ -138,7 +138,7 @@ class BatchRunner:
                 await run_to_end(self._batches.finish, batch.id, *result)
             log.info("batch finished", extra=facts)
         except (OSError, StoreError) as error:
-            log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
+            log_failure(log, "a batch waits", error, **facts)
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:
             log.exception("a batch failed", extra=facts)

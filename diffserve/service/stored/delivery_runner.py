@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
+from diffserve.service.http.errors import log_failure
 from diffserve.service.http.outgoing import OutgoingClient, OutgoingError
 from diffserve.service.stored.background import MAX_RETRY_S, run_to_end
 from diffserve.service.stored.owners import Owners
@@ -84,7 +85,7 @@ class DeliveryRunner:
                 try:
                     await self._claim()
                 except (OSError, StoreError) as error:
-                    log.error("deliveries cannot be read", extra={"reason": type(error).__name__})
+                    log_failure(log, "deliveries cannot be read", error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()
@@ -120,7 +121,7 @@ class DeliveryRunner:
                 await run_to_end(self._deliveries.give_back, delivery)
             raise
         except (OSError, StoreError) as error:
-            log.error("a delivery waits", extra=facts | {"reason": type(error).__name__})
+            log_failure(log, "a delivery waits", error, **facts)
             await asyncio.sleep(MAX_RETRY_S)
         except Exception:
             log.exception("a delivery failed", extra=facts)

@@ -160,7 +160,7 @@ class ExperimentRunner:
                     for experiment in await LISTINGS.run(self._experiments.unfinished):
                         self._start(experiment)
                 except (OSError, StoreError) as error:
-                    log.error("experiments cannot be read", extra={"reason": type(error).__name__})
+                    log_failure(log, "experiments cannot be read", error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.service.http.errors import HttpError
+from diffserve.service.http.errors import HttpError, log_failure
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.streams import EventStreamResponse, Lasting
 from diffserve.service.lifecycle import WARNINGS, hung_up, in_thread_if_long, warning_headers
@@ -139,7 +139,7 @@ class Idempotency:
         try:
             return self._replies.add(name, reply)
         except StoreError as error:
-            log.error("a response could not be stored for its Idempotency-Key", extra={"reason": type(error).__name__})
+            log_failure(log, "a response could not be stored for its Idempotency-Key", error)
             return False
 
     def _end(self, name: bytes, reply: Reply | None) -> None:

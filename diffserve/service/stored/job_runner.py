@@ -173,7 +173,7 @@ class JobRunner:
                     await self._stop_changed()
                     await self._claim()
                 except (OSError, StoreError) as error:
-                    log.error("jobs cannot be read", extra={"reason": type(error).__name__})
+                    log_failure(log, "jobs cannot be read", error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._wakeup.wait()
@@ -240,7 +240,7 @@ class JobRunner:
                     await run_to_end(self._jobs.remove_unneeded_of, job)
             raise
         except (OSError, StoreError) as error:
-            log.error("a job waits", extra=facts | {"reason": type(error).__name__})
+            log_failure(log, "a job waits", error, **facts)
             await asyncio.sleep(MAX_RETRY_S)
             await self._store(job, self._jobs.drain, job)
         except Exception:
