@@ -33,6 +33,9 @@ UPLOAD_S: Final = 300.0
 """Limit on the upload of a result."""
 
 LEASE_RESERVE_S: Final = 15.0
+MAX_AT_ONCE: Final = 8
+"""Number of endpoints of one owner that get events at the same time, so that slow ones do not delay those of others."""
+
 UPLOADS: Final = "uploads/"
 """Beginning of the recipient of results; the ID of the owner follows."""
 
@@ -86,10 +89,18 @@ class Deliveries:
         """Lease the delivery that is due for the longest time; None if none is due.
 
         Args:
-            busy: Recipients that get no further delivery now.
+            busy: Recipients that get no further delivery now. The other endpoints of an owner get none either if
+                ``MAX_AT_ONCE`` of its endpoints are busy.
         """
         now_s = self._clock()
-        due = select(deliveries).where(deliveries.c.next_s <= now_s, deliveries.c.recipient.not_in(busy))
+        endpoint = webhook_endpoints.c
+        busy_owners = select(endpoint.owner).where(endpoint.id.in_(busy)).group_by(endpoint.owner)
+        full_owners = busy_owners.having(func.count() >= MAX_AT_ONCE)
+        due = select(deliveries).where(
+            deliveries.c.next_s <= now_s,
+            deliveries.c.recipient.not_in(busy),
+            deliveries.c.recipient.not_in(select(endpoint.id).where(endpoint.owner.in_(full_owners))),
+        )
         first = due.order_by(deliveries.c.next_s, deliveries.c.number).limit(1)
         with self._database.reading() as connection:
             if connection.execute(first).first() is None:

@@ -18,6 +18,7 @@ from diffserve.store.deliveries import (
     DELAYS_S,
     EVENT_S,
     LEASE_RESERVE_S,
+    MAX_AT_ONCE,
     MAX_JITTER,
     PAUSE_S,
     UPLOAD_S,
@@ -86,6 +87,26 @@ def finish_job(jobs: Jobs, name: str = "one", owner: str = "key-1", **output: st
     job = jobs.claim("a")
     assert job is not None
     assert jobs.finish(job, "succeeded", (200, b"{}"))
+
+
+def test_many_endpoints_of_one_owner_leave_places_for_others(
+    endpoints: WebhookEndpoints, deliveries: Deliveries, jobs: Jobs, clock: Clock
+) -> None:
+    for number in range(MAX_AT_ONCE + 2):
+        endpoints.add("key-1", f"slow {number}", URL, EVENT_TYPES)
+    finish_job(jobs)
+    clock.now_s += 1.0
+    other = endpoints.add("key-2", "other", URL, EVENT_TYPES)
+    finish_job(jobs, owner="key-2")
+    busy = [claim(deliveries).recipient for _ in range(MAX_AT_ONCE - 1)]
+    last = deliveries.claim(busy)
+    assert last is not None
+    assert last.recipient not in (*busy, other.id), "the oldest first, up to the limit of the owner"
+    delivery = deliveries.claim([*busy, last.recipient])
+    assert delivery is not None
+    assert delivery.recipient == other.id
+    assert deliveries.claim([*busy, last.recipient, other.id]) is None
+    assert deliveries.claim(busy) is not None
 
 
 def test_every_end_of_a_job_is_an_event_of_its_owner(

@@ -25,7 +25,7 @@ from diffserve.store.errors import StoreError
 from diffserve.store.jobs import Jobs
 from diffserve.store.webhooks import WebhookEndpoint, WebhookEndpoints
 
-AT_ONCE: Final = 8
+AT_ONCE: Final = 32
 LOOK_EVERY_S: Final = 1.0
 MAX_ANSWER_BYTES: Final = 1 << 20
 GONE: Final = 410
