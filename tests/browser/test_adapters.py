@@ -86,6 +86,7 @@ def test_references_are_taken_from_images_and_files_changed_and_removed(
     here.until_rested()
     assert references_in(here.save("download", tmp_path / "one")) == ["plus 1 0 1"]
     here.gallery().last.click()  # painted without references
+    expect(here.part("caption")).not_to_contain_text("reference")
     here.press("reuse-settings")
     expect(items).to_have_count(0)
     assert here.page.evaluate("diffserve.references()") == []
