@@ -16,6 +16,12 @@ from gradio.events import Dependency
 
 PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
+EACH: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "multiple"}
+"""Settings of events with a value of their own, such as a selection: gradio would drop one while another runs."""
+
+LATEST: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "always_last"}
+"""Settings of events that read the fields: those that occur while one runs are followed by one more."""
+
 SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
 """Settings of events that only run JavaScript."""
 

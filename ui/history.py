@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.parameters import FORM_FIELDS, infotext_of
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
-from ui.events import PRIVATE, SILENT, event_value
+from ui.events import EACH, PRIVATE, SILENT, event_value
 from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named
 from ui.history_view import PERIODS, HistoryTab, Looking, Update, zip_of
 from ui.server import Server, sentence
@@ -44,10 +44,9 @@ class HistoryHandlers:
         """Bind all events; ``create`` is the tab that images are loaded into. Call it inside the page's context."""
         search_events: list[Any] = [opened.select, tab.search.click, tab.query.submit]
         search_events += [tab.favorites.change, tab.period.change]
-        search: Any = {**PRIVATE, "trigger_mode": "multiple"}  # "once" would drop a search while another one runs
-        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **search)
+        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **EACH)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
-        tab.grid.select(self.choose, None, tab.selected_outputs, **PRIVATE)
+        tab.grid.select(self.choose, None, tab.selected_outputs, **EACH)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         tab.compare.click(self.compare, None, [tab.slider, tab.note], **PRIVATE)

@@ -130,6 +130,7 @@ def test_any_field_is_compared_in_columns_and_rows_and_two_images_below_a_slider
     rows = here.part("exp-grid").locator("tbody th")
     assert rows.all_inner_texts() == ["DDIM, guidance 1", "DDIM, guidance 3"]
     expect(here.part("exp-slider")).to_be_hidden()
+    here.slow_down(500)  # the second image is checked before the server has the first
     for name in ("guidance 3, eta 0", "guidance 3, eta 1"):
         here.part("exp-grid").get_by_role("checkbox", name=name).check()
     expect(here.part("exp-slider").locator("img")).to_have_count(2)

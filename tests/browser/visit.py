@@ -149,6 +149,13 @@ class Visit:
     def expect_text(self, name: str, pattern: str) -> None:
         expect(self.part(name)).to_contain_text(re.compile(pattern, re.IGNORECASE | re.DOTALL))
 
+    def slow_down(self, latency_ms: float) -> None:
+        """Delay each request of the page from now on."""
+        session = self.page.context.new_cdp_session(self.page)
+        limits = {"offline": False, "downloadThroughput": -1, "uploadThroughput": -1}
+        session.send("Network.enable")
+        session.send("Network.emulateNetworkConditions", {**limits, "latency": latency_ms})
+
     def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript function of ``argument`` is true."""
         self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_S * 1000)

@@ -14,7 +14,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import ImageCapabilities, PromptStyle
 from diffserve.media.decoders import ImageReader
 from ui.captions import status
-from ui.events import PRIVATE, event_value, number_field, text_field
+from ui.events import EACH, LATEST, PRIVATE, event_value, number_field, text_field
 from ui.fields import check_text
 from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Server, sentence
@@ -117,11 +117,11 @@ class AdapterHandlers:
         """Bind all events; call it inside the page's context."""
         panel, loras = self._panel, self._panel.fields["loras"]
         inputs = [panel.lora, panel.lora_strength, loras]
-        gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, inputs, [loras, panel.words], **PRIVATE)
+        gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, inputs, [loras, panel.words], **LATEST)
         pressed = [panel.lora_strength, loras]
-        panel.lora_buttons.click(self.press_lora, pressed, [panel.lora, loras, panel.words], **PRIVATE)
+        panel.lora_buttons.click(self.press_lora, pressed, [panel.lora, loras, panel.words], **EACH)
         prompts = [prompt, negative_prompt]
-        panel.style.input(self.add_style, [panel.style, *prompts], [*prompts, panel.style, caption], **PRIVATE)
+        panel.style.input(self.add_style, [panel.style, *prompts], [*prompts, panel.style, caption], **LATEST)
         read = panel.read_control.upload(
             self.read_control,
             panel.read_control,

@@ -34,7 +34,7 @@ from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
 from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
-from ui.events import PRIVATE, SILENT, called_with
+from ui.events import EACH, PRIVATE, SILENT, called_with
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -82,8 +82,8 @@ class CreateHandlers:
         )
         showing.stop.click(self.stop, **PRIVATE)
         self.queue.connect(tab)
-        showing.gallery.select(self.look_back, outputs=list(showing), **PRIVATE)
-        showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
+        showing.gallery.select(self.look_back, outputs=list(showing), **EACH)
+        showing.batch.select(self.look_closer, outputs=list(showing), **EACH)
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(

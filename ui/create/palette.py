@@ -14,7 +14,7 @@ from diffserve.client import World
 from diffserve.models.loras import read_list, read_tags
 from diffserve.models.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
-from ui.events import PRIVATE
+from ui.events import LATEST
 from ui.server import Server
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
@@ -73,8 +73,7 @@ def connect(
         look,
         [prompt, loras, rewrite_mode, model],
         [palette.unknown, palette.rewrite],
-        trigger_mode="always_last",
-        **PRIVATE,
+        **LATEST,
     )
 
 

@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture, finished_picture
 from ui.create.parameters import CheckedForm, StartFile
 from ui.create.view import Screen, Update, shown_with_facts
-from ui.events import PRIVATE, event_value
+from ui.events import EACH, PRIVATE, event_value
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 
@@ -50,7 +50,7 @@ class Queue:
     def connect(self, tab: CreateTab) -> None:
         """Bind the events; call it inside the page's context."""
         queue, outputs = tab.showing.queue, list(tab.showing)
-        queue.click(self.act, None, outputs, trigger_mode="multiple", **PRIVATE)
+        queue.click(self.act, None, outputs, **EACH)
         queue.tick(self.look, None, outputs, **PRIVATE)
 
     async def add(self, visitor: Visitor, request: CheckedForm, start: StartFile | None) -> bool:

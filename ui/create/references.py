@@ -17,7 +17,7 @@ from diffserve.models.references import MAX_EDGE_PX, MAX_SCALE
 from ui.captions import GONE, status
 from ui.create.reference_files import ReferenceFile, ReferenceSettings
 from ui.create.start import fit_picture, read_upload
-from ui.events import PRIVATE, SILENT, event_value
+from ui.events import EACH, PRIVATE, SILENT, event_value
 from ui.server import Server, sentence
 from ui.uploads import upload_button
 from ui.visitors import Visitors, decoded
@@ -79,7 +79,7 @@ class ReferenceHandlers:
             **PRIVATE,
         )
         used.then(js="() => diffserve.look('references')", **SILENT)
-        panel.listing.select(self.change, **PRIVATE)
+        panel.listing.select(self.change, **EACH)
         panel.listing.click(self.remove, model, outputs, **PRIVATE)
         model.change(self.show, model, panel.listing, **PRIVATE)
 

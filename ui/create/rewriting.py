@@ -15,7 +15,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import RewriteDelta, Rewrites
 from ui.captions import status
 from ui.create.layout import CreateTab
-from ui.events import PRIVATE
+from ui.events import LATEST, PRIVATE
 from ui.fields import check_text
 from ui.server import Server, as_sentence, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
@@ -162,7 +162,7 @@ class Rewriting:
             concurrency_limit=None,
         )
         showing.undo.click(self.undo, None, outputs, **PRIVATE)
-        tab.fields.prompt.change(self.look, tab.fields.prompt, outputs[1:], trigger_mode="always_last", **PRIVATE)
+        tab.fields.prompt.change(self.look, tab.fields.prompt, outputs[1:], **LATEST)
 
     async def suggest(self, prompt: str | None, request: gr.Request) -> AsyncIterator[tuple[Update, ...]]:
         """Yield (prompt, difference, undo) while the rewrite is streamed; the prompt changes at its end."""

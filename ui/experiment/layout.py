@@ -13,7 +13,7 @@ from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
-from ui.events import PRIVATE, keep_form
+from ui.events import EACH, PRIVATE, keep_form
 from ui.experiment.grid import AXIS_LABELS, MAIN_LABELS, SAMPLER, STEPS
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
@@ -209,7 +209,7 @@ def _connect(
         events.run, list(fields), list(outputs), api_name="experiment", show_progress="hidden", concurrency_limit=None
     )
     outputs.stop.click(events.stop, outputs.current, **PRIVATE)
-    outputs.grid.select(events.compare, None, slider, **PRIVATE)
+    outputs.grid.select(events.compare, None, slider, **EACH)
     estimated = gr.on(
         [*(field.change for field in fields), tab.select],
         events.estimate,
