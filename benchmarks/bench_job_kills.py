@@ -57,6 +57,9 @@ NUM_STEPS: Final = 100
 MAX_REPEATED_STEPS: Final = 5
 MAX_REPEATED_S: Final = 3.0
 OVER_S: Final = 600.0
+BUSY: Final = (429, 503)
+"""Statuses of requests that are refused for the moment."""
+
 
 Call = tuple[str, dict[str, Any]]
 
@@ -211,19 +214,23 @@ def check(servers: Servers, calls: dict[str, Call]) -> dict[str, Any]:
 
         def has_equal_bytes(name: str) -> bool:
             endpoint, body = calls[name]
-            expected = client.post(endpoint, json=body).json()
+            until_s = time.monotonic() + OVER_S
+            while (answer := client.post(endpoint, json=body)).status_code in BUSY and time.monotonic() < until_s:
+                time.sleep(float(answer.headers.get("retry-after", 1.0)))
+            expected = answer.raise_for_status().json()
             result = client.get(f"/v1/jobs/{name}/result").json()
             key = "images" if endpoint == IMG2IMG else "data"
             images = [[image if isinstance(image, str) else image["b64_json"] for image in answer.get(key, [])]
                       for answer in (expected, result)]  # fmt: skip
             return bool(images[0]) and images[0] == images[1]
 
-        num_equal = sum(pool.map(has_equal_bytes, calls))
+        unequal = [name for name, is_equal in zip(calls, pool.map(has_equal_bytes, calls), strict=True) if not is_equal]
     return {
         "states": Counter(job.status for job in jobs_by_id.values()),
         "errors": [job.error for job in jobs_by_id.values() if job.error],
         "ended_once": sum(end == ["succeeded"] for end in ends),
-        "equal_bytes": num_equal,
+        "equal_bytes": len(calls) - len(unequal),
+        "unequal": unequal,
         "attempts": summary([job.attempts for job in jobs_by_id.values()]),
     }
 
