@@ -233,6 +233,24 @@ def test_pictures_keep_their_bytes_when_their_shape_is_measured(
     assert list(map(content, engine.generate(requests()))) == list(map(content, cautious))
 
 
+def test_engines_that_look_at_the_same_time_use_the_look_that_is_stored_first(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = (make_engine(cache_dir=str(tmp_path)) for _ in range(2))
+    odd = image_request("sd15", "ddim", seed=1, num_steps=2, width_px=72)
+    counts, others = (torch.get_num_threads(),), [second]
+
+    def look(*_: object) -> GroupFacts:
+        if not others:
+            return GroupFacts(buckets=(SHARED,), counts=counts, seconds={SHARED: 0.1}, is_complete=False)
+        others.pop().generate(odd)
+        return GroupFacts(buckets=(SOLO,), counts=counts, seconds={SOLO: 0.1}, is_complete=False)
+
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.first_look", look)
+    first.generate(odd)
+    assert set(first.buckets.values()) == set(second.buckets.values()) == {(SHARED,)}
+
+
 def test_a_large_model_is_not_checked_but_run_row_by_row(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

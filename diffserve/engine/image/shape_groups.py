@@ -521,6 +521,7 @@ class Groups:
         for _ in range(2):
             facts = first_look(self._try(self._native, is_strict=True), self.threads.counts)
             if facts.seconds:
+                facts = self._facts(FIRST_LOOK) or facts  # another engine may have stored its own meanwhile
                 self._disk.write(FIRST_LOOK, facts)
                 break
             give_memory_back(self.model.device)
