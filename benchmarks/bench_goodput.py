@@ -68,12 +68,12 @@ def shorter(requests: Sequence[Recorded], divisor: int) -> list[Recorded]:
 
 
 def capacity_per_s(engine: Engine, requests: Sequence[Recorded], seconds: float) -> float:
-    """Compute the capacity in requests per second from the rows of always full ticks in ``seconds``."""
+    """Compute the capacity in requests per second from the rows of always full ticks in ``seconds`` or more."""
     coming = itertools.cycle(requests)
     live: set[str] = set()
     names = (f"capacity {number}" for number in itertools.count())
     first_rows, started_s = engine.stats().num_rows, time.perf_counter()
-    while time.perf_counter() < started_s + seconds:
+    while time.perf_counter() < started_s + seconds or engine.stats().num_rows == first_rows:
         while len(live) < IN_FLIGHT:
             name = next(names)
             engine.submit(next(coming).request(name))

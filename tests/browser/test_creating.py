@@ -21,7 +21,7 @@ FOX = "a fox next to a cactus on the beach"
 
 def test_previews_are_shown_while_an_image_is_generated(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
-    here.set_advanced(steps=40)
+    here.set_advanced(steps=400)  # several seconds, so that a busy browser shows more than one preview
     here.field("prompt").fill(FOX)
     here.field("prompt").press("Enter")
     here.until_painting()
@@ -34,7 +34,7 @@ def test_previews_are_shown_while_an_image_is_generated(visit: Visitor, screensh
     while_painting = [moment for moment in here.recorded_states() if moment["stop"]]
     pictures = [src for src, _ in groupby(moment["picture"] for moment in while_painting) if src]
     assert len(pictures) >= 2, "no preview was seen before the picture"
-    counted = [re.search(r"step (\d+) of 40", moment["caption"], re.IGNORECASE) for moment in while_painting]
+    counted = [re.search(r"step (\d+) of 400", moment["caption"], re.IGNORECASE) for moment in while_painting]
     steps = [int(match[1]) for match in counted if match]
     assert len(set(steps)) >= 3
     assert steps == sorted(steps)
