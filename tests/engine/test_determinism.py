@@ -238,12 +238,12 @@ def test_engines_that_look_at_the_same_time_use_the_look_that_is_stored_first(
 ) -> None:
     first, second = (make_engine(cache_dir=str(tmp_path)) for _ in range(2))
     odd = image_request("sd15", "ddim", seed=1, num_steps=2, width_px=72)
-    counts, others = (torch.get_num_threads(),), [second]
+    counts, waiting_engines = (torch.get_num_threads(),), [second]
 
     def look(*_: object) -> GroupFacts:
-        if not others:
+        if not waiting_engines:
             return GroupFacts(buckets=(SHARED,), counts=counts, seconds={SHARED: 0.1}, is_complete=False)
-        others.pop().generate(odd)
+        waiting_engines.pop().generate(odd)
         return GroupFacts(buckets=(SOLO,), counts=counts, seconds={SOLO: 0.1}, is_complete=False)
 
     monkeypatch.setattr("diffserve.engine.image.shape_groups.first_look", look)
