@@ -60,7 +60,6 @@ OVER_S: Final = 600.0
 BUSY: Final = (429, 503)
 """Statuses of requests that are refused for the moment."""
 
-
 Call = tuple[str, dict[str, Any]]
 
 
@@ -215,9 +214,9 @@ def check(servers: Servers, calls: dict[str, Call]) -> dict[str, Any]:
         def has_equal_bytes(name: str) -> bool:
             endpoint, body = calls[name]
             until_s = time.monotonic() + OVER_S
-            while (answer := client.post(endpoint, json=body)).status_code in BUSY and time.monotonic() < until_s:
-                time.sleep(float(answer.headers.get("retry-after", 1.0)))
-            expected = answer.raise_for_status().json()
+            while (direct := client.post(endpoint, json=body)).status_code in BUSY and time.monotonic() < until_s:
+                time.sleep(float(direct.headers.get("retry-after", 1.0)))
+            expected = direct.raise_for_status().json()
             result = client.get(f"/v1/jobs/{name}/result").json()
             key = "images" if endpoint == IMG2IMG else "data"
             images = [[image if isinstance(image, str) else image["b64_json"] for image in answer.get(key, [])]
