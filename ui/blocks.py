@@ -14,7 +14,7 @@ import gradio as gr
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from ui.api_types import correct_types
-from ui.guard import event_data_of, event_errors, key_of
+from ui.guard import event_errors, key_of
 from ui.server import Models, Server, sentence
 
 UNREADABLE: Final = "The request cannot be read; reload the page and try again."
@@ -131,10 +131,8 @@ def _report(error: gr.Error, answer: DiffserveError) -> gr.Error:
 
 def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
     """Replace None by an empty string where ``function`` takes text, because clients may send empty fields so."""
-    special = event_data_of(function)
     hints = get_type_hints(function) if inspect.isroutine(function) else {}
-    names = [name for name in inspect.signature(function).parameters if hints.get(name) not in special]
-    kinds = [hints.get(name) for name in names]
+    kinds = [hints.get(name) for name in inspect.signature(function).parameters]
     return [
         "" if value is None and index < len(kinds) and kinds[index] is str else value
         for index, value in enumerate(values)

@@ -16,11 +16,12 @@ from gradio.events import Dependency
 
 PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
-EACH: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "multiple"}
-"""Settings of events with a value of their own, such as a selection: gradio would drop one while another runs."""
-
 LATEST: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "always_last"}
-"""Settings of events that read the fields: those that occur while one runs are followed by one more."""
+"""Settings of events that read the current state: those that occur while one runs are followed by one more.
+
+Requests at the same time would end in any order, so that an old state might be shown last. The state comes from the
+inputs, or from JavaScript as in ``on_report``: gradio sends the data of the first event with the later ones.
+"""
 
 SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
 """Settings of events that only run JavaScript."""
@@ -44,12 +45,25 @@ def called_with(*names: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def event_value(event: gr.EventData, name: str) -> Any:
-    """Return what the browser reported as ``name`` with a custom event of an HTML component, or None."""
-    try:
-        return getattr(event, name)
-    except (AttributeError, TypeError):  # the browser sent no such value, or no object
-        return None
+def on_report(
+    events: Sequence[Any],
+    function: Callable[..., Any],
+    script: str,
+    outputs: Sequence[Component] | Component | None,
+    inputs: Sequence[Component] = (),
+) -> None:
+    """Bind ``events`` to a function of a value from the browser; of several requests, the last one is shown last.
+
+    Args:
+        events: The events.
+        function: Takes the JSON value, those of ``inputs``, and the request.
+        script: JavaScript expression of the value, evaluated when a request is sent.
+        outputs: The components that it updates.
+        inputs: Components whose values it takes.
+    """
+    value = gr.JSON(visible=False)
+    js = f"(_, ...values) => [{script}, ...values]"
+    gr.on(list(events), function, [value, *inputs], outputs, js=js, **LATEST)
 
 
 def shown_if(is_shown: bool) -> dict[str, Any]:

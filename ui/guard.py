@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
@@ -178,7 +177,7 @@ class Guard:
         return send_granting
 
     def _check_event(self, path: str, body: dict[str, Any]) -> None:
-        """Refuse an event that the page does not have, or that lacks what its function is given."""
+        """Refuse an event that the page does not have."""
         if body.get("batched"):
             raise InvalidRequest("events of the page do not support batches.", param="batched")
         if body.get("session_hash") is not None:
@@ -190,19 +189,6 @@ class Guard:
         fn = None if not isinstance(index, int) or isinstance(index, bool) else self._blocks.fns.get(index)
         if fn is None or fn.fn is None:
             raise InvalidRequest("the page has no such event.", param="fn_index", code="unknown_event")
-        try:
-            for kind in event_data_of(fn.fn):
-                kind(None, body.get("event_data"))
-        except (TypeError, LookupError, ValueError):
-            raise InvalidRequest("event_data has no description of the event.", param="event_data") from None
-
-
-def event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
-    """Return the kinds of event data that ``function`` takes in addition to its values."""
-    import gradio as gr
-
-    kinds = get_type_hints(function).values() if inspect.isroutine(function) else ()
-    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, gr.EventData)]
 
 
 def _set_address(scope: Scope, root: str, prefix: str) -> None:

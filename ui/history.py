@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.parameters import FORM_FIELDS, infotext_of
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
-from ui.events import EACH, PRIVATE, SILENT, event_value
+from ui.events import LATEST, PRIVATE, SILENT, on_report
 from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named
 from ui.history_view import PERIODS, HistoryTab, Looking, Update, zip_of
 from ui.server import Server, sentence
@@ -38,15 +38,14 @@ class HistoryHandlers:
         self._server = server
         self._visitors = visitors
         self._looking: WeakKeyDictionary[Visitor, Looking] = WeakKeyDictionary()
-        self._begun: WeakKeyDictionary[Visitor, Looking] = WeakKeyDictionary()
 
     def connect(self, tab: HistoryTab, opened: gr.Tab, create: CreateTab) -> None:
         """Bind all events; ``create`` is the tab that images are loaded into. Call it inside the page's context."""
         search_events: list[Any] = [opened.select, tab.search.click, tab.query.submit]
         search_events += [tab.favorites.change, tab.period.change]
-        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **EACH)
+        gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **LATEST)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
-        tab.grid.select(self.choose, None, tab.selected_outputs, **EACH)
+        on_report([tab.grid.select], self.choose, "[...diffserve.chosen.history]", tab.selected_outputs)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         tab.compare.click(self.compare, None, [tab.slider, tab.note], **PRIVATE)
@@ -70,14 +69,10 @@ class HistoryHandlers:
         filters: HistoryFields = {"since": time.time() - seconds} if seconds else {}
         if favorites:
             filters["favorite"] = True
-        looking, visitor = Looking((words or "").strip(), filters), self._visitors.of(request.session_hash)
-        self._begun[visitor] = looking
+        looking = Looking((words or "").strip(), filters)
         trouble = await self._read_on(looking, request)
-        updates = looking.draw(trouble)
-        if self._begun.get(visitor) is not looking:  # a later search has begun, and may have ended
-            return [gr.skip()] * len(updates)
         looking.keep_choice(self._of(request))
-        self._looking[visitor] = looking
+        self._looking[self._visitors.of(request.session_hash)] = looking
         return looking.draw(trouble)
 
     async def show_more(self, request: gr.Request) -> list[Update]:
@@ -85,10 +80,10 @@ class HistoryHandlers:
         looking = self._of(request)
         return looking.draw(await self._read_on(looking, request))
 
-    async def choose(self, event: gr.EventData, request: gr.Request) -> list[Update]:
+    async def choose(self, ids: Any, request: gr.Request) -> list[Update]:
         """Select the images whose boxes are checked in the browser."""
         looking = self._of(request)
-        looking.choose(event_value(event, "ids"))
+        looking.choose(ids)
         return looking.draw_selected()
 
     async def favorite(self, request: gr.Request) -> list[Update]:

@@ -25,22 +25,35 @@ NOTHING: Final = "No images yet; the images you generate appear here. Those of e
 NOT_FOUND: Final = "No image has all these words in its prompt, or fits the filters."
 SELECT: Final = "Select one or more images; Shift selects all between two."
 DELETE: Final = "Delete"
-REPORT_SELECTION: Final = """let last = null;
-element.addEventListener('click', ({ target, shiftKey }) => {
-    const boxes = [...element.querySelectorAll('[data-id] input')];
-    const [at, from] = [boxes.indexOf(target), boxes.indexOf(last)];
-    if (at < 0) return;
-    if (shiftKey && from >= 0) {
-        for (const box of boxes.slice(Math.min(at, from), Math.max(at, from) + 1)) box.checked = target.checked;
-    }
-    last = target;
+REPORT_SELECTION: Final = """const chosen = diffserve.chosen.history = new Set();
+let last = null;
+const items = () => [...element.querySelectorAll('[data-id]')];
+const mark = () => items().forEach((item) => {
+    item.querySelector('input').checked = chosen.has(item.dataset.id);
+    item.classList.toggle('selected', chosen.has(item.dataset.id));
 });
-element.addEventListener('change', () => {
-    const checked = [...element.querySelectorAll('[data-id]')].filter((each) => each.querySelector('input').checked);
-    element.querySelectorAll('[data-id]').forEach((each) => each.classList.toggle('selected', checked.includes(each)));
-    trigger('select', { ids: checked.map((each) => each.dataset.id) });
+element.addEventListener('click', ({ target, shiftKey }) => {
+    if (!target.matches('[data-id] input')) return;
+    const ids = items().map((item) => item.dataset.id), id = target.closest('[data-id]').dataset.id;
+    const at = ids.indexOf(id), from = shiftKey && ids.includes(last) ? ids.indexOf(last) : at;
+    for (const each of ids.slice(Math.min(at, from), Math.max(at, from) + 1)) {
+        if (target.checked) chosen.add(each); else chosen.delete(each);
+    }
+    last = id;
+    mark();
+    trigger('select');
+});
+watch('value', () => {
+    const drawn = items().filter((item) => item.querySelector('input').defaultChecked).map((item) => item.dataset.id);
+    const ids = items().map((item) => item.dataset.id);
+    for (const id of [...chosen]) if (!ids.includes(id)) chosen.delete(id);
+    mark();
+    if (drawn.length !== chosen.size || drawn.some((id) => !chosen.has(id))) trigger('select');
 });"""
-"""Reports the selected images; Shift selects or unselects all between two clicks."""
+"""Keeps the selected images in ``diffserve.chosen.history``; Shift selects or unselects all between two clicks.
+
+A grid that the server has drawn again may lack a selection that is still on its way, which is then reported again.
+"""
 
 Update = Any  # a value of a component, or what gr.update gives
 
@@ -108,15 +121,14 @@ class Looking:
         return all(entry.favorite for entry, _ in self.selected)
 
     def choose(self, ids: object) -> None:
-        """Select the entries with these IDs, which come from the browser; unknown ones are ignored."""
+        """Select the entries whose IDs are in the list ``ids`` of the browser; unknown ones are ignored."""
         self._ids = frozenset(name for name in ids if isinstance(name, str)) if isinstance(ids, list) else frozenset()
         self.is_asking = False
 
     def keep_choice(self, before: Looking) -> None:
-        """Keep the selection of an earlier search with the same words, limited to the current results."""
-        if before.words == self.words:
-            self._ids = before._ids
-            self.is_asking = before.is_asking and bool(self.selected)
+        """Keep the selection of an earlier search, limited to the current results."""
+        self._ids = before._ids & {entry.id for entry, _ in self.found}
+        self.is_asking = before.is_asking and bool(self._ids) and self._ids == before._ids
 
     def replace(self, changed: HistoryEntry) -> None:
         """Put ``changed`` in the place of the entry with its ID."""

@@ -16,6 +16,13 @@ async function diffserveCopy(text) {
   setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
 }
 
+// What the events of lists send, by the name of the list. Requests take it when they begin, because gradio repeats the data
+// of the first event with the later ones.
+diffserve.chosen = {};
+diffserve.pressed = { loras: [], queue: [], references: [] };
+diffserve.selected = (name) => [...document.querySelectorAll(`#${name} .thumbnail-item`)]
+  .findIndex((item) => item.classList.contains("selected"));
+
 // Settings of the reference images; an empty number is null.
 diffserve.references = () => [...document.querySelectorAll("#references [data-reference]")].map((item) => {
   const settings = { id: item.dataset.reference };

@@ -14,6 +14,8 @@ from tests.browser.visit import Screenshot, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
+LATE_MS = 500
+
 
 def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
@@ -68,6 +70,44 @@ def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Scr
     assert_fits(there)
     expect_no_barrier(there)
     screenshot(there, "history-phone")
+
+
+def test_a_late_response_does_not_replace_that_of_a_later_selection(visit: Visitor) -> None:
+    here = visit()
+    here.set_advanced(steps=1, seed=40)
+    here.write("count", 3)
+    here.write("prompt", "a dog on an orange background")
+    here.paint()
+    expect(here.gallery()).to_have_count(3)
+    for name, seed in (("batch", 42), ("gallery", 40)):  # the gallery has the newest first
+        images = here.part(name).locator(".thumbnail-item")
+        images.nth(2).click()
+        here.expect_caption(f"seed {seed}")
+        here.delay_next_response(LATE_MS)
+        images.nth(0).click()
+        images.nth(1).click()
+        here.expect_caption("seed 41")
+        here.page.wait_for_timeout(2 * LATE_MS)
+        here.expect_caption("seed 41")
+    here.page.get_by_role("tab", name="History").click()
+    here.write("history-words", "dog orange")
+    here.press("history-go")
+    boxes = here.part("history-grid").locator("label")
+    expect(boxes).to_have_count(3)
+    here.delay_next_response(LATE_MS)
+    boxes.first.click()
+    boxes.nth(2).click(modifiers=["Shift"])
+    here.expect_text("history-said", "3 images are selected")
+    here.page.wait_for_timeout(2 * LATE_MS)
+    here.expect_text("history-said", "3 images are selected")
+    here.delay_next_response(LATE_MS)
+    here.press("history-go")
+    boxes.nth(1).click()  # while the search redraws the images
+    here.expect_text("history-said", "2 images are selected")
+    here.page.wait_for_timeout(2 * LATE_MS)
+    here.expect_text("history-said", "2 images are selected")
+    expect(here.part("history-grid").locator(".selected")).to_have_count(2)
+    expect(here.part("history-grid").get_by_role("checkbox", checked=True)).to_have_count(2)
 
 
 def test_several_images_are_compared_marked_downloaded_and_found_again(

@@ -156,6 +156,22 @@ class Visit:
         session.send("Network.enable")
         session.send("Network.emulateNetworkConditions", {**limits, "latency": latency_ms})
 
+    def delay_next_response(self, delay_ms: float) -> None:
+        """Deliver the response of the next short event late, so that later ones overtake it."""
+        self.page.evaluate(
+            """delay_ms => {
+                const original = window.fetch;
+                window.fetch = async (...request) => {
+                    const isEvent = String(request[0]).includes('/run/predict');
+                    if (isEvent) window.fetch = original;
+                    const response = await original(...request);
+                    if (isEvent) await new Promise(resolve => setTimeout(resolve, delay_ms));
+                    return response;
+                };
+            }""",
+            delay_ms,
+        )
+
     def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript function of ``argument`` is true."""
         self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_S * 1000)

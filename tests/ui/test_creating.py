@@ -65,8 +65,7 @@ class Page:
 
     async def choose(self, index: int) -> None:
         """Click one of the images of a request."""
-        selection = gr.SelectData(None, {"index": index, "value": None})
-        news = zip(PARTS, await self._events.look_closer(selection, Request()), strict=True)  # type: ignore[arg-type]
+        news = zip(PARTS, await self._events.look_closer(index, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     def apply(self, updates: Sequence[Any]) -> None:
@@ -80,13 +79,12 @@ class Page:
 
     async def act(self, action: object, job: object = "") -> str:
         """Press a button of the queue and return what it lists then."""
-        event = gr.EventData(None, {"action": action, "job": job})
-        self.apply(await self._events.queue.act(event, Request()))  # type: ignore[arg-type]
+        self.apply(await self._events.queue.act([{"action": action, "job": job}], Request()))  # type: ignore[arg-type]
         return str(self.shown["queue"])
 
     async def look_at_queue(self) -> str:
         """Fire the timer of the queue and return the HTML of the queue afterwards."""
-        self.apply(await self._events.queue.look(Request()))  # type: ignore[arg-type]
+        self.apply(await self._events.queue.act([], Request()))  # type: ignore[arg-type]
         return str(self.shown["queue"])
 
     async def validate(self, **fields: Any) -> dict[str, str]:

@@ -39,8 +39,8 @@ def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message(
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         history, request = HistoryHandlers(server, visitors), Request()
         here: Any = request
-        for data in ({"ids": ["x", None, 3]}, {"ids": "x"}, {}, None):
-            assert (await history.choose(gr.EventData(None, data), here))[1] == gr.update(visible=False)
+        for ids in (["x", None, 3], "x", 3, None):
+            assert (await history.choose(ids, here))[1] == gr.update(visible=False)
         assert (await history.delete(here))[-1] == gr.update(value="Delete")
         assert all(value == gr.skip() for value in await history.restore(here))
         assert "no longer exists" in (await history.edit(here))[3]
@@ -55,18 +55,16 @@ def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message(
     asyncio.run(story())
 
 
-def test_a_selection_survives_a_repeated_search(tmp_path: Path) -> None:
-    before, same, other = Looking("fox", {}), Looking("fox", {}), Looking("owl", {})
-    before.found = [(entry(), tmp_path)]
-    before.choose(["h"])
+def test_a_selection_survives_a_search_that_finds_it(tmp_path: Path) -> None:
+    before, found, partly, gone = (Looking(words, {}) for words in ("fox", "fox", "owl", "fox"))
+    before.found = [(entry(), tmp_path), (entry(id="other"), tmp_path)]
+    before.choose(["h", "other"])
     before.is_asking = True
-    for looking in (same, other):
-        looking.found = [(entry(id="newer"), tmp_path), (entry(), tmp_path)]
+    found.found = [(entry(id="newer"), tmp_path), *before.found]
+    partly.found = before.found[:1]
+    for looking, ids, is_asking in ((found, ["h", "other"], True), (partly, ["h"], False), (gone, [], False)):
         looking.keep_choice(before)
-    assert ([each.id for each, _ in same.selected], same.is_asking, other.selected) == (["h"], True, [])
-    gone = Looking("fox", {})
-    gone.keep_choice(before)
-    assert (gone.selected, gone.is_asking) == ([], False)
+        assert ([each.id for each, _ in looking.selected], looking.is_asking) == (ids, is_asking)
 
 
 def test_stored_texts_are_escaped_and_deletion_is_confirmed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import ImageCapabilities, PromptStyle
 from diffserve.media.decoders import ImageReader
 from ui.captions import status
-from ui.events import EACH, LATEST, PRIVATE, event_value, number_field, text_field
+from ui.events import LATEST, PRIVATE, number_field, on_report, text_field
 from ui.fields import check_text
 from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Server, sentence
@@ -28,7 +28,9 @@ NUM_BUTTONS: Final = 8
 
 REPORT_LORA: Final = """element.addEventListener('click', (event) => {
     const button = event.target.closest('[data-lora]');
-    if (button) trigger('click', { name: button.dataset.lora });
+    if (!button) return;
+    diffserve.pressed.loras.push(button.dataset.lora);
+    trigger('click');
 });"""
 NEGATIVE_PRESETS: Final = (
     PromptStyle("Negative: blurry or noisy", negative_prompt="blurry, noisy, low quality, jpeg artifacts"),
@@ -118,8 +120,13 @@ class AdapterHandlers:
         panel, loras = self._panel, self._panel.fields["loras"]
         inputs = [panel.lora, panel.lora_strength, loras]
         gr.on([panel.lora.input, panel.lora_strength.input], self.use_lora, inputs, [loras, panel.words], **LATEST)
-        pressed = [panel.lora_strength, loras]
-        panel.lora_buttons.click(self.press_lora, pressed, [panel.lora, loras, panel.words], **EACH)
+        on_report(
+            [panel.lora_buttons.click],
+            self.press_loras,
+            "diffserve.pressed.loras.splice(0)",
+            [panel.lora, loras, panel.words],
+            [panel.lora_strength, loras],
+        )
         prompts = [prompt, negative_prompt]
         panel.style.input(self.add_style, [panel.style, *prompts], [*prompts, panel.style, caption], **LATEST)
         read = panel.read_control.upload(
@@ -134,12 +141,15 @@ class AdapterHandlers:
         for event in (read.then, preprocessor.change):
             event(self.show_map, preprocessor, panel.control_map, **PRIVATE)
 
-    async def press_lora(
-        self, strength: float | None, used: str | None, event: gr.EventData, request: gr.Request
+    async def press_loras(
+        self, names: Any, strength: float | None, used: str | None, request: gr.Request
     ) -> list[Update]:
-        """Select and use the LoRA whose button was pressed."""
-        name = str(event_value(event, "name") or "")
-        return [name, *await self.use_lora(name, strength, used, request)]
+        """Use the LoRAs whose buttons were pressed since the last request, and select the last one."""
+        pressed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        for name in pressed:
+            used = with_lora(name, strength, used)
+        last = pressed[-1] if pressed else None
+        return [last or gr.skip(), used or "", await self._words(last, request)]
 
     async def use_lora(
         self, name: str | None, strength: float | None, used: str | None, request: gr.Request

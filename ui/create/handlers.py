@@ -34,7 +34,7 @@ from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
 from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
-from ui.events import EACH, PRIVATE, SILENT, called_with
+from ui.events import PRIVATE, SILENT, called_with, on_report
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -82,8 +82,8 @@ class CreateHandlers:
         )
         showing.stop.click(self.stop, **PRIVATE)
         self.queue.connect(tab)
-        showing.gallery.select(self.look_back, outputs=list(showing), **EACH)
-        showing.batch.select(self.look_closer, outputs=list(showing), **EACH)
+        for thumbnails, show in ((showing.gallery, self.look_back), (showing.batch, self.look_closer)):
+            on_report([thumbnails.select], show, f"diffserve.selected({thumbnails.elem_id!r})", list(showing))
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(
@@ -234,13 +234,13 @@ class CreateHandlers:
             return None
         return None
 
-    async def look_back(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
+    async def look_back(self, index: Any, request: gr.Request) -> list[Update]:
         """Show an image of the gallery."""
-        return _shown_at(self._visitors.of(request.session_hash).pictures, selection.index)
+        return _shown_at(self._visitors.of(request.session_hash).pictures, index)
 
-    async def look_closer(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
+    async def look_closer(self, index: Any, request: gr.Request) -> list[Update]:
         """Select one of several images of a request."""
-        return _shown_at(self._visitors.of(request.session_hash).batch, selection.index, is_together=True)
+        return _shown_at(self._visitors.of(request.session_hash).batch, index, is_together=True)
 
     async def favorite(self, picture: Any, request: gr.Request) -> list[Update]:
         """Mark the shown image as a favorite, or unmark it."""

@@ -96,7 +96,9 @@ def lay_out() -> CreateTab:
 
 _QUEUE_EVENTS: Final = """element.addEventListener('click', (event) => {
     const button = event.target.closest('[data-action]');
-    if (button) trigger('click', { action: button.dataset.action, job: button.dataset.job });
+    if (!button) return;
+    diffserve.pressed.queue.push({ ...button.dataset });
+    trigger('click');
 });
 setInterval(() => {
     const isLost = document.documentElement.classList.contains('lost');

@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture, finished_picture
 from ui.create.parameters import CheckedForm, StartFile
 from ui.create.view import Screen, Update, shown_with_facts
-from ui.events import EACH, PRIVATE, event_value
+from ui.events import on_report
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 
@@ -40,6 +40,13 @@ PAGE: Final = 100
 log = logging.getLogger("diffserve.page")
 
 
+class Press(msgspec.Struct):
+    """A pressed button of the list."""
+
+    action: str
+    job: str = ""
+
+
 class Queue:
     """Jobs of the page and the events of their list, shared by all visitors."""
 
@@ -49,9 +56,8 @@ class Queue:
 
     def connect(self, tab: CreateTab) -> None:
         """Bind the events; call it inside the page's context."""
-        queue, outputs = tab.showing.queue, list(tab.showing)
-        queue.click(self.act, None, outputs, **EACH)
-        queue.tick(self.look, None, outputs, **PRIVATE)
+        queue = tab.showing.queue
+        on_report([queue.click, queue.tick], self.act, "diffserve.pressed.queue.splice(0)", list(tab.showing))
 
     async def add(self, visitor: Visitor, request: CheckedForm, start: StartFile | None) -> bool:
         """Create a job for ``request``; return False if the server stores nothing without keys.
@@ -79,29 +85,30 @@ class Queue:
         ask_for_visitor(request)
         return Screen().draw(**await self.shown(self._visitors.of(request.session_hash)))
 
-    async def act(self, event: gr.EventData, request: gr.Request) -> list[Update]:
-        """Run the action of a button in the list."""
-        action, job_id = event_value(event, "action"), event_value(event, "job")
+    async def act(self, presses: Any, request: gr.Request) -> list[Update]:
+        """Run the actions of the buttons that were pressed since the last request, and show the list."""
         visitor = self._visitors.of(request.session_hash)
         ask_for_visitor(request)
         values: dict[str, Update] = {}
-        try:
-            if action == "clear":
-                await self._cancel_all()
-            elif action == "clear-finished":
-                await self._delete_finished()
-            elif isinstance(job_id, str) and job_id:
-                values = await self._change(visitor, str(action), job_id)
-        except (DiffserveError, OSError) as error:
-            is_removed = getattr(error, "code", "") == "job_not_found"
-            text = "This request is no longer in the queue." if is_removed else sentence(error)
-            values = {"caption": captions.status(text, is_error=True)}
+        for press in _presses_in(presses):
+            try:
+                values = await self._run(visitor, press.action, press.job)
+            except (DiffserveError, OSError) as error:
+                is_removed = getattr(error, "code", "") == "job_not_found"
+                text = "This request is no longer in the queue." if is_removed else sentence(error)
+                values = {"caption": captions.status(text, is_error=True)}
         return Screen().draw(**await self.shown(visitor) | values)
 
-    async def _change(self, visitor: Visitor, action: str, job_id: str) -> dict[str, Update]:
-        """Cancel, resume, retry or show one job, and return the values of the page that change."""
+    async def _run(self, visitor: Visitor, action: str, job_id: str) -> dict[str, Update]:
+        """Run an action on one job or all, and return the values of the page that change."""
         client = self._server.client
-        if action == "cancel":
+        if action == "clear":
+            await self._cancel_all()
+        elif action == "clear-finished":
+            await self._delete_finished()
+        elif not job_id:
+            return {}
+        elif action == "cancel":
             await self._cancel(job_id)
         elif action == "resume":
             await client.resume_job(job_id)
@@ -196,6 +203,14 @@ class Queue:
             for job in page.data:
                 await self._server.client.delete_job(job.id)
             page = await self._server.client.jobs(prefix=PREFIX, status=OVER, limit=PAGE)
+
+
+def _presses_in(presses: object) -> list[Press]:
+    """Return what the browser reports as pressed; none if it is malformed, because only our page sends it."""
+    try:
+        return msgspec.convert(presses, list[Press])
+    except msgspec.ValidationError:
+        return []
 
 
 def _prefix_of(visitor: Visitor) -> str:

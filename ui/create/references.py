@@ -17,16 +17,18 @@ from diffserve.models.references import MAX_EDGE_PX, MAX_SCALE
 from ui.captions import GONE, status
 from ui.create.reference_files import ReferenceFile, ReferenceSettings
 from ui.create.start import fit_picture, read_upload
-from ui.events import EACH, PRIVATE, SILENT, event_value
+from ui.events import PRIVATE, SILENT, on_report
 from ui.server import Server, sentence
 from ui.uploads import upload_button
 from ui.visitors import Visitors, decoded
 
 MISSING: Final = "<p>References: none of the server's IP-Adapters fits this model; start it with --reference-dir.</p>"
-REPORT: Final = """element.addEventListener('change', () => trigger('select', { references: diffserve.references() }));
+REPORT: Final = """element.addEventListener('change', () => trigger('select'));
 element.addEventListener('click', (event) => {
     const button = event.target.closest('[data-remove]');
-    if (button) trigger('click', { id: button.dataset.remove });
+    if (!button) return;
+    diffserve.pressed.references.push(button.dataset.remove);
+    trigger('click');
 });"""
 """Reports changed settings and removed images."""
 
@@ -79,8 +81,8 @@ class ReferenceHandlers:
             **PRIVATE,
         )
         used.then(js="() => diffserve.look('references')", **SILENT)
-        panel.listing.select(self.change, **EACH)
-        panel.listing.click(self.remove, model, outputs, **PRIVATE)
+        on_report([panel.listing.select], self.change, "diffserve.references()", None)
+        on_report([panel.listing.click], self.remove, "diffserve.pressed.references.splice(0)", outputs, [model])
         model.change(self.show, model, panel.listing, **PRIVATE)
 
     async def show(self, model: str | None, request: gr.Request) -> str:
@@ -111,17 +113,19 @@ class ReferenceHandlers:
         except (DiffserveError, OSError) as error:
             return [gr.skip(), status(sentence(error), is_error=True), shown]
 
-    async def change(self, event: gr.EventData, request: gr.Request) -> None:
+    async def change(self, settings: Any, request: gr.Request) -> None:
         """Store the settings that were changed in the browser; those of a request are sent again with it."""
         try:
-            changed = msgspec.convert(event_value(event, "references"), list[ReferenceSettings])
+            changed = msgspec.convert(settings, list[ReferenceSettings])
         except msgspec.ValidationError:
             return  # reported by the request
         self._visitors.of(request.session_hash).references.change(changed)
 
-    async def remove(self, model: str | None, event: gr.EventData, request: gr.Request) -> list[Update]:
-        """Remove a reference image."""
-        self._visitors.of(request.session_hash).references.remove(event_value(event, "id"))
+    async def remove(self, ids: Any, model: str | None, request: gr.Request) -> list[Update]:
+        """Remove the reference images whose buttons were pressed since the last request."""
+        references = self._visitors.of(request.session_hash).references
+        for name in ids if isinstance(ids, list) else ():
+            references.remove(name)
         return [await self.show(model, request), ""]
 
     async def _add(self, data: bytes, name: str, model: str | None, request: gr.Request) -> list[Update]:

@@ -14,7 +14,6 @@ from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidReque
 from diffserve.client import ExperimentFields, ImageCapabilities
 from diffserve.experiments.measure import PromptCheck
 from ui.captions import EARLY, seconds_text, status
-from ui.events import event_value
 from ui.experiment.grid import AXIS_LABELS, MAIN_LABELS, SAMPLER, STEPS, Arrangement
 from ui.experiment.view import Shown, View, work_text
 from ui.server import Server, sentence
@@ -269,9 +268,8 @@ class ExperimentHandlers:
         finally:
             await asyncio.to_thread(files.keep, view.folder)
 
-    async def compare(self, event: gr.EventData) -> Any:
-        """Show the two checked images of the grid below a slider; nothing unless there are two."""
-        names = event_value(event, "files")
+    async def compare(self, names: Any) -> Any:
+        """Show the two checked images of the grid below a slider; nothing unless ``names`` are two files."""
         files = [Path(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
         if len(files) != 2 or not all(self._server.files.contains(file) for file in files):
             return gr.update(visible=False)

@@ -13,7 +13,7 @@ from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
-from ui.events import EACH, PRIVATE, keep_form
+from ui.events import PRIVATE, keep_form, on_report
 from ui.experiment.grid import AXIS_LABELS, MAIN_LABELS, SAMPLER, STEPS
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
@@ -34,16 +34,16 @@ UNKNOWN_YET: Final = "Estimating the duration."
 ASK_AGAIN_S: Final = 2.0
 """How often the estimate is retried while the models load."""
 
-REPORT_COMPARED: Final = """const chosen = new Set();
+REPORT_COMPARED: Final = """const chosen = diffserve.chosen.experiment = new Set();
 element.addEventListener('change', ({ target }) => {
     if (!target.dataset.file) return;
     if (target.checked) chosen.add(target.dataset.file); else chosen.delete(target.dataset.file);
-    trigger('select', { files: [...chosen] });
+    trigger('select');
 });
 watch('value', () => {
     for (const box of element.querySelectorAll('[data-file]')) box.checked = chosen.has(box.dataset.file);
 });"""
-"""Reports the two images to compare; the grid is drawn again while it grows."""
+"""Keeps the images to compare in ``diffserve.chosen.experiment``; the grid is drawn again while it grows."""
 
 NOTHING_YET: Final = "Images appear here as they are generated, then curves of quality over steps and over seconds."
 
@@ -209,7 +209,7 @@ def _connect(
         events.run, list(fields), list(outputs), api_name="experiment", show_progress="hidden", concurrency_limit=None
     )
     outputs.stop.click(events.stop, outputs.current, **PRIVATE)
-    outputs.grid.select(events.compare, None, slider, **EACH)
+    on_report([outputs.grid.select], events.compare, "[...diffserve.chosen.experiment]", slider)
     estimated = gr.on(
         [*(field.change for field in fields), tab.select],
         events.estimate,
