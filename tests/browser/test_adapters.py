@@ -92,6 +92,24 @@ def test_references_are_taken_from_images_and_files_changed_and_removed(
     assert here.page.evaluate("diffserve.references()") == []
 
 
+def test_buttons_pressed_in_quick_succession_all_count(visit: Visitor, equipped_server: RunningServer) -> None:
+    here = visit(equipped_server.url)
+    here.set_advanced(steps=2)
+    here.write("prompt", "a fox on the beach")
+    here.paint()
+    items = here.part("references").get_by_role("listitem")
+    for number in (1, 2):
+        here.press("use-reference")
+        expect(items).to_have_count(number)
+    here.slow_down(500)
+    for number in (1, 2):
+        here.part("references").get_by_role("button", name=f"Remove reference {number}").click()
+    for name in ("sepia", "gift"):
+        here.part("lora-buttons").get_by_role("button", name=name).click()
+    expect(here.field("loras")).to_have_value("sepia:1, gift:1")
+    expect(items).to_have_count(0)
+
+
 def test_without_adapters_a_line_says_what_to_do(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit(viewport=PHONE, has_touch=True, is_mobile=True, color_scheme="dark")
     open_adapters(here)
