@@ -23,6 +23,9 @@ Requests at the same time would end in any order, so that an old state might be 
 inputs, or from JavaScript as in ``on_report``: gradio sends the data of the first event with the later ones.
 """
 
+MAX_PRESSES: Final = 50
+"""Presses of a list's buttons that one request takes; nobody presses more while the last request runs."""
+
 SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
 """Settings of events that only run JavaScript."""
 

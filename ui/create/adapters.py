@@ -14,7 +14,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import ImageCapabilities, PromptStyle
 from diffserve.media.decoders import ImageReader
 from ui.captions import status
-from ui.events import LATEST, PRIVATE, number_field, on_report, text_field
+from ui.events import LATEST, MAX_PRESSES, PRIVATE, number_field, on_report, text_field
 from ui.fields import check_text
 from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Server, sentence
@@ -145,7 +145,7 @@ class AdapterHandlers:
         self, names: Any, strength: float | None, used: str | None, request: gr.Request
     ) -> list[Update]:
         """Use the LoRAs whose buttons were pressed since the last request, and select the last one."""
-        pressed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        pressed = [name for name in names[:MAX_PRESSES] if isinstance(name, str)] if isinstance(names, list) else []
         for name in pressed:
             used = with_lora(name, strength, used)
         last = pressed[-1] if pressed else None

@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture, finished_picture
 from ui.create.parameters import CheckedForm, StartFile
 from ui.create.view import Screen, Update, shown_with_facts
-from ui.events import on_report
+from ui.events import MAX_PRESSES, on_report
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 
@@ -208,7 +208,7 @@ class Queue:
 def _presses_in(presses: object) -> list[Press]:
     """Return what the browser reports as pressed; none if it is malformed, because only our page sends it."""
     try:
-        return msgspec.convert(presses, list[Press])
+        return msgspec.convert(presses, list[Press])[:MAX_PRESSES]
     except msgspec.ValidationError:
         return []
 
