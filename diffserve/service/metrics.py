@@ -7,7 +7,7 @@ values, with ``..._up`` at 0. Labels never contain text from clients.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +30,8 @@ from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageF
 from diffserve.api.upscale_types import Upscaled
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.telemetry import GenAiMetrics, Traces
-from diffserve.store.batches import BatchBacklog, Batches
+from diffserve.service.threads import LISTINGS
+from diffserve.store.batches import Batches
 from diffserve.store.database import Database
 from diffserve.store.deliveries import Deliveries
 from diffserve.store.errors import StoreError
@@ -61,7 +62,10 @@ REJECTED: Final = {
 }
 """Reasons for refusing a request, by the code of its error."""
 
-Look = Callable[[], Mapping[tuple[str, ...], float]]
+Numbers = Mapping[tuple[str, ...], float]
+"""Numbers by the values of the labels."""
+
+Look = Callable[[], Numbers]
 
 
 class Metrics:
@@ -218,6 +222,14 @@ class Metrics:
         """Report at each scrape what ``look`` returns: numbers by label values. The last ``look`` is used."""
         self._watched.looks[name] = (text, labels, look)
 
+    def query(self, name: str, text: str, look: Look, *labels: str) -> None:
+        """Report what ``look`` reads from the database, as ``watch`` does; it is called in a thread."""
+        self._watched.queries[name] = (text, labels, look)
+
+    async def ask_database(self) -> None:
+        """Read what the next ``render`` reports of the database; nothing if it does not answer."""
+        self._watched.answers = await LISTINGS.run(self._watched.ask)
+
     def render(self, stats: EngineStats | None) -> bytes:
         """Return the text for Prometheus; ``stats`` is None if the engine did not answer."""
         self._snapshot.take(stats)
@@ -322,6 +334,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
             stats = None
         async with turns:  # rendering for many readers must not block the loop: one at a time, with a pause in between
             await asyncio.sleep(0)
+            await metrics.ask_database()
             return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -331,55 +344,55 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
     description = "Size of the database's write-ahead log."
     metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
 
-    def of_backlog(read: Callable[[BatchBacklog], dict[tuple[str, ...], float]]) -> Look:
-        def look() -> dict[tuple[str, ...], float]:
-            try:
-                return read(batches.backlog())
-            except StoreError:
-                return {}
+    def by_status() -> Numbers:
+        return {(status,): float(count) for status, count in batches.backlog().by_status.items()}
 
-        return look
-
-    by_status = of_backlog(lambda backlog: {(status,): float(count) for status, count in backlog.by_status.items()})
-    metrics.watch("batches", "Unfinished batches, by status.", by_status, "status")
-    lines_left = of_backlog(lambda backlog: {(): float(backlog.lines_left)})
-    metrics.watch("batch_lines_left", "Unprocessed lines of unfinished batches.", lines_left)
-    oldest_age_s = of_backlog(lambda backlog: {(): backlog.oldest_age_s})
-    metrics.watch("oldest_batch_age_seconds", "Age of the oldest unfinished batch; 0 if there is none.", oldest_age_s)
+    metrics.query("batches", "Unfinished batches, by status.", by_status, "status")
+    lines = "Unprocessed lines of unfinished batches."
+    metrics.query("batch_lines_left", lines, lambda: {(): float(batches.backlog().lines_left)})
+    age = "Age of the oldest unfinished batch; 0 if there is none."
+    metrics.query("oldest_batch_age_seconds", age, lambda: {(): batches.backlog().oldest_age_s})
 
 
 def watch_jobs(metrics: Metrics, jobs: Jobs, deliveries: Deliveries) -> None:
     """Report unfinished jobs, and events and results that wait to be sent."""
 
-    def unfinished() -> dict[tuple[str, ...], float]:
-        try:
-            return {(status,): float(count) for status, count in jobs.num_unfinished().items()}
-        except StoreError:
-            return {}
+    def unfinished() -> Numbers:
+        return {(status,): float(count) for status, count in jobs.num_unfinished().items()}
 
-    def waiting() -> dict[tuple[str, ...], float]:
-        try:
-            return {(): float(deliveries.num_waiting())}
-        except StoreError:
-            return {}
-
-    metrics.watch("jobs", "Unfinished jobs, by status.", unfinished, "status")
-    metrics.watch("deliveries_waiting", "Webhook events and results of jobs that were not accepted yet.", waiting)
+    metrics.query("jobs", "Unfinished jobs, by status.", unfinished, "status")
+    waiting = "Webhook events and results of jobs that were not accepted yet."
+    metrics.query("deliveries_waiting", waiting, lambda: {(): float(deliveries.num_waiting())})
 
 
 class _Watched(Collector):
-    """Collector of numbers that are read at each scrape."""
+    """Collector of numbers that are read at each scrape; ``answers`` has those of the database by metric."""
 
     def __init__(self) -> None:
         self.looks: dict[str, tuple[str, tuple[str, ...], Look]] = {}
+        self.queries: dict[str, tuple[str, tuple[str, ...], Look]] = {}
+        self.answers: dict[str, Numbers] = {}
+
+    def ask(self) -> dict[str, Numbers]:
+        """Return the numbers of all queries; none if the database cannot be read."""
+        try:
+            return {name: look() for name, (_, _, look) in self.queries.items()}
+        except StoreError:
+            return {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield every watched metric."""
         for name, (text, labels, look) in self.looks.items():
-            family_ = family(GaugeMetricFamily, name, text, *labels)
-            for values, number in look().items():
-                family_.add_metric(values, number)
-            yield family_
+            yield _gauges(name, text, labels, look())
+        for name, (text, labels, _) in self.queries.items():
+            yield _gauges(name, text, labels, self.answers.get(name, {}))
+
+
+def _gauges(name: str, text: str, labels: Sequence[str], numbers: Numbers) -> Metric:
+    gauges = family(GaugeMetricFamily, name, text, *labels)
+    for values, number in numbers.items():
+        gauges.add_metric(values, number)
+    return gauges
 
 
 @cache

@@ -49,6 +49,9 @@ FILES: Final = Pool("files", 8)
 LISTINGS: Final = Pool("listings", 4)
 """Queries of the database and other short reads and writes."""
 
+KEYS: Final = Pool("keys", 1)
+"""Reading the API keys, which each request waits for."""
+
 BATCHES: Final = Pool("batches", 2)
 """Reading and checking input files of batches, and writing their output."""
 

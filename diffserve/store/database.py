@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar, get_origin
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -113,7 +113,12 @@ class Database:
         Raises:
             StoreError: The database cannot be read or written; nothing is committed.
         """
-        engine = self._engines.flushed if at_once else self._engines.delayed
+        with self._transaction(self._engines.flushed if at_once else self._engines.delayed, exclusive) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _transaction(self, engine: Engine, exclusive: bool) -> Iterator[Connection]:
+        """Open a connection of ``engine``, and commit when the block ends; see ``writing``."""
         with store_errors(), engine.connect() as connection:
             try:
                 if exclusive and self.is_postgresql:
@@ -137,7 +142,7 @@ class Database:
                 check_file(connection, self.file)
                 back_up(connection, self.file, revision)
                 connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-        with self.writing(exclusive=True) as connection:
+        with self._transaction(self._engines.upgrades, exclusive=True) as connection:
             upgrade(connection)
 
     @contextlib.contextmanager

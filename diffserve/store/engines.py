@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +21,9 @@ MOST_IDLE: Final = 2
 
 POOL_SIZE: Final = 4
 MAX_OVERFLOW: Final = 12
-CONNECT_S: Final = 10
+CONNECT_S: Final = 5
+ANSWER_S: Final = 10.0
+"""How long a statement waits for PostgreSQL, which may hang without closing its connections."""
 
 
 class Engines(NamedTuple):
@@ -29,11 +33,13 @@ class Engines(NamedTuple):
         reads: For reads; each statement sees what is committed.
         flushed: For commits that are flushed to the disk.
         delayed: For small, frequent commits, which survive a crash of the process but perhaps not a power failure.
+        upgrades: For changes of the schema, which may take long.
     """
 
     reads: Engine
     flushed: Engine
     delayed: Engine
+    upgrades: Engine
 
 
 def sqlite_engines(file: Path) -> Engines:
@@ -47,7 +53,7 @@ def sqlite_engines(file: Path) -> Engines:
     delayed = create_engine(url, pool_size=MOST_IDLE, max_overflow=-1, pool_use_lifo=True, **options)
     for engine, mode in ((flushed, "FULL"), (delayed, "NORMAL")):
         _set_on_connect(engine, f"PRAGMA synchronous = {mode}", "PRAGMA secure_delete = ON")
-    return Engines(flushed, flushed, delayed)
+    return Engines(flushed, flushed, delayed, flushed)
 
 
 def postgresql_engines(url: str) -> Engines:
@@ -71,11 +77,45 @@ def postgresql_engines(url: str) -> Engines:
     try:
         flushed = create_engine(parsed, **options)
         delayed = create_engine(parsed, **options)
+        upgrades = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args=options["connect_args"])
     except ModuleNotFoundError as error:
         message = f"store.url needs {error.name}, which is not installed: pip install 'diffserve[postgresql]'."
         raise ConfigError(message, param="url") from None
+    for engine in (flushed, delayed):
+        _limit_answers(engine)
     _set_on_connect(delayed, "SET synchronous_commit = off")
-    return Engines(flushed.execution_options(isolation_level="AUTOCOMMIT"), flushed, delayed)
+    return Engines(flushed.execution_options(isolation_level="AUTOCOMMIT"), flushed, delayed, upgrades)
+
+
+def _limit_answers(engine: Engine) -> None:
+    """Close a connection whose server does not answer within ``ANSWER_S``; psycopg itself would wait for ever."""
+    import psycopg
+
+    class LimitedConnection(psycopg.Connection[Any]):
+        def wait(self, gen: Any, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return super().wait(_limited(gen), *arguments, **keywords)
+            except TimeoutError:
+                self.close()
+                raise psycopg.OperationalError(f"the database did not answer within {ANSWER_S:g} s") from None
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: object, _record: object, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        return LimitedConnection.connect(*arguments, **keywords)
+
+
+def _limited(work: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Run psycopg's generator ``work``, which gets a false value while nothing arrives. Raises TimeoutError."""
+    end_s = time.monotonic() + ANSWER_S
+    try:
+        wanted = next(work)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > end_s:
+                raise TimeoutError
+            wanted = work.send(ready)
+    except StopIteration as end:
+        return end.value
 
 
 def _set_on_connect(engine: Engine, *statements: str) -> None:

@@ -109,6 +109,7 @@ STATS = EngineStats(
 
 def shown(metrics: Metrics, stats: EngineStats | None = None) -> dict[str, float]:
     """Return every sample by its name and labels, without histogram buckets."""
+    asyncio.run(metrics.ask_database())
     families = text_string_to_metric_families(metrics.render(stats).decode())
     return {
         " ".join([sample.name.removeprefix("diffserve_"), *(f"{k}={v}" for k, v in sorted(sample.labels.items()))]): (

@@ -68,7 +68,7 @@ def test_a_session_ends_in_every_process_of_one_folder(tmp_path: Path) -> None:
     session = here.session(key)
     assert there.key_of_session(session) == key
     here.end_session(session)
-    there._looked_s = 0.0
+    there.look()
     assert there.key_of_session(session) is None
 
 

@@ -21,14 +21,18 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from diffserve.api.errors import InvalidRequest
 from diffserve.client import Client, WebhookEndpoint
 from diffserve.service.http.outgoing import OutgoingClient
-from diffserve.service.stored.delivery_runner import DeliveryError, send_event
+from diffserve.service.stored.delivery_runner import DeliveryError, DeliveryRunner, send_event
+from diffserve.service.stored.owners import Owners
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
+from diffserve.store.deliveries import MAX_AT_ONCE, Deliveries
+from diffserve.store.jobs import Jobs
 from diffserve.store.webhooks import WebhookEndpoints
 from tests.certificates import Chain, make_chain
 from tests.readme import DOCS, blocks
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
 
-HOST, PUBLIC = "hooks.example.org", "93.184.216.34"
+HOST, PUBLIC, OTHER_PUBLIC = "hooks.example.org", "93.184.216.34", "93.184.216.35"
 ENDPOINTS = "/v1/webhook_endpoints"
 JOBS = "/v1/jobs"
 BODY = {"prompt": "a red fox", "num_inference_steps": 2, "size": "64x64", "seed": 1}
@@ -217,6 +221,52 @@ class TestOutgoing:
         receiver.status = 302
         assert self.send(chain, receiver, tmp_path)[0] == 302
         assert len(receiver.requests) == 1
+
+
+def test_hanging_endpoints_of_a_key_do_not_delay_those_of_others(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    endpoints, slow, quick = WebhookEndpoints(database), "slow.example.org", "quick.example.org"
+    for number in range(MAX_AT_ONCE + 2):
+        endpoints.add("key-1", f"slow {number}", f"https://{slow}/hook", EVENTS)
+    endpoints.add("key-2", "quick", f"https://{quick}/hook", EVENTS)
+    for owner in ("key-1", "key-2"):
+        endpoints.add_event(owner, "job.succeeded", "one")
+    num_ended = 0
+
+    async def deliver() -> int:
+        arrived = asyncio.Event()
+
+        async def connect(address: str, _: int, **__: Any) -> Any:
+            nonlocal num_ended
+            if address != OTHER_PUBLIC:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    num_ended += 1
+            arrived.set()
+            raise OSError
+
+        hooks = OutgoingClient(
+            [slow, quick], resolve=lambda host, _: [PUBLIC if host == slow else OTHER_PUBLIC], connect=connect
+        )
+        runner = DeliveryRunner(
+            Deliveries(database),
+            endpoints,
+            Jobs(database),
+            Owners(load_settings(env={}).serve, None),
+            hooks,
+            OutgoingClient([]),
+        )
+        running = asyncio.create_task(runner.run_for_ever())
+        async with asyncio.timeout(SOON_S):
+            await arrived.wait()
+        num_before = num_ended
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return num_before
+
+    assert asyncio.run(deliver()) == 0
+    assert 0 < num_ended <= MAX_AT_ONCE
 
 
 def secret_text(secret: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from diffserve.api.passwords import hide_password
 from diffserve.service.http.errors import expected_error, reply_to
 from diffserve.service.http.keys import KeyRing
 from diffserve.settings.layers import load_settings
-from diffserve.store import Database, Keys
+from diffserve.store import Database, Keys, engines
 from diffserve.store.errors import StoreError
 from tests.postgresql import PASSWORD, PostgreSQL, running_postgresql
 
@@ -87,20 +88,45 @@ def test_a_lost_database_is_answered_with_503_and_used_again_when_it_is_back(
     database.close()
 
 
+def test_a_database_that_hangs_is_unreachable_after_a_while_and_used_again_when_it_answers(
+    server: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "CONNECT_S", 1)
+    monkeypatch.setattr(engines, "ANSWER_S", 0.5)
+    database = Database(tmp_path, server.create_database())
+    keys, ring = Keys(database), KeyRing(database)
+    keys.add("first")
+    with server.frozen():
+        for use in (keys.all, lambda: keys.add("second")):
+            with pytest.raises(StoreError) as failed:
+                use()
+            assert failed.value.reason == "unreachable"
+
+        async def refresh() -> bool:
+            await ring.refresh()
+            return ring.is_closed
+
+        assert not asyncio.run(refresh()), "the keys read before stay valid"
+    assert [key.name for key in keys.all()] == ["first"]
+    ring.look()
+    assert ring.is_closed
+    database.close()
+
+
 def test_servers_that_share_a_database_see_keys_and_sessions_of_each_other(server: PostgreSQL, tmp_path: Path) -> None:
     url = server.create_database()
     databases = [Database(tmp_path, url) for _ in range(2)]
     rings = [KeyRing(database) for database in databases]
     text, _ = Keys(databases[0]).add("app")
     for ring in rings:
-        ring._looked_s = 0.0  # look again at once
+        ring.look()
         assert ring.find(text) is not None
     key = rings[0].find(text)
     assert key is not None
     session = rings[0].session(key)
     assert rings[1].key_of_session(session) is not None
     rings[0].end_session(session)
-    rings[1]._looked_s = 0.0
+    rings[1].look()
     assert rings[1].key_of_session(session) is None
     for database in databases:
         database.close()

@@ -118,7 +118,6 @@ def test_a_user_is_blocked_and_admitted_again_whatever_the_clock_says(open_datab
     name = user_id("alice smith")
 
     def images_of() -> int | None:
-        ring._looked_s = 0.0  # look again at once
         ring.look()
         key = ring.by_id(name)
         return None if key is None else key.images_per_day

@@ -8,6 +8,7 @@ middleware rather than a dependency because it also guards the mounted page.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -32,6 +33,7 @@ from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.errors import HttpError, reply_for
 from diffserve.service.http.proxied_users import proxied_user
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
+from diffserve.service.threads import KEYS
 from diffserve.store.database import Database
 from diffserve.store.errors import StoreError
 from diffserve.store.keys import USER_ID_PREFIX, Key, Keys, digest_of, user_id
@@ -59,7 +61,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class KeyRing:
-    """Valid API keys, reloaded when the database changes.
+    """Valid API keys; ``refresh`` reloads them when the database has changed.
 
     Args:
         database: Contains the keys.
@@ -87,6 +89,7 @@ class KeyRing:
         self._stamp: object = None
         self._mark: object = None
         self._looked_s = -math.inf
+        self._reading: asyncio.Future[None] | None = None
         self._good: dict[bytes, Key] = {}
         self._ended: frozenset[str] = frozenset()
         self._revoked: frozenset[str] = frozenset()
@@ -94,12 +97,23 @@ class KeyRing:
         self.is_closed = has_users
         self.look()
 
+    async def refresh(self) -> None:
+        """Reload the keys if they changed, at most every ``LOOK_EVERY_S``.
+
+        A database that does not answer delays this by ``LOOK_EVERY_S`` at most; the keys read before are valid then.
+        """
+        if self._reading is None or self._reading.done():
+            if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+                return
+            self._looked_s = time.monotonic()
+            self._reading = asyncio.ensure_future(KEYS.run(self.look))
+        left_s = self._looked_s + LOOK_EVERY_S - time.monotonic()
+        if left_s > 0.0:
+            await asyncio.wait({self._reading}, timeout=left_s)
+
     def look(self) -> None:
-        """Reload the keys if they changed, at most every ``LOOK_EVERY_S``. A closed key ring stays closed."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s, stamp = now_s, self._database.stamp
+        """Reload the keys if they changed; call it in a thread. A closed key ring stays closed."""
+        stamp = self._database.stamp
         if stamp == self._stamp:
             return
         try:
@@ -122,7 +136,6 @@ class KeyRing:
 
     def find(self, text: str) -> Key | None:
         """Return the valid key with the text ``text``, or None."""
-        self.look()
         digest = digest_of(text)
         key = self._good.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
@@ -134,7 +147,6 @@ class KeyRing:
 
     def key_of_session(self, text: str) -> Key | None:
         """Return the key of a session, or None if the session or its key is not valid."""
-        self.look()
         claims, _, signature = text[:MAX_KEY_CHARS].rpartition(".")
         key = self.by_id(claims.partition(".")[0])
         if key is None or self._expires_s(claims) < self._clock() or signature in self._ended:
@@ -142,7 +154,7 @@ class KeyRing:
         return key if hmac.compare_digest(self._signed(claims, key).encode(), signature.encode()) else None
 
     def end_session(self, text: str) -> None:
-        """End a session in every process that uses the same data folder."""
+        """End a session in every process that uses the same database; call it in a thread."""
         if self.key_of_session(text) is None:
             return
         claims, _, signature = text.rpartition(".")
@@ -156,8 +168,7 @@ class KeyRing:
         return float(expires[0][:12]) if expires and expires[0].isascii() and expires[0].isdigit() else 0.0
 
     def is_good(self, key_id: str, session: str) -> bool:
-        """Return whether a key, and the session if there is one, are valid now."""
-        self.look()
+        """Return whether a key, and the session if there is one, are valid."""
         return self.by_id(key_id) is not None if not session else self.key_of_session(session) is not None
 
     def by_id(self, name: str) -> Key | None:
@@ -228,16 +239,19 @@ class KeyGuard:
         self.app = app
         self.ring = ring
         self.limits = RateLimits()
-        self.active = ActiveRequests(ring.is_good)
+        self.active = ActiveRequests(ring.refresh, ring.is_good)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on if its key permits it, else answer with an error or redirect a browser to the login."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        self.ring.look()
         path: str = scope["path"]
-        if not self.ring.is_closed or path in OPEN or path.startswith(self.open_below):
+        if path in OPEN or path.startswith(self.open_below):
+            await self.app(scope, receive, send)
+            return
+        await self.ring.refresh()
+        if not self.ring.is_closed:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)

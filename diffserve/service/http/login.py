@@ -12,6 +12,7 @@ from diffserve.service.http.addresses import prefix_of, public_address
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import read_form
 from diffserve.service.http.keys import COOKIE, LOGIN, MAX_KEY_CHARS, SESSION_S, KeyRing, session_in
+from diffserve.service.threads import LISTINGS
 
 LOGOUT: Final = "/logout"
 FORM: Final = "application/x-www-form-urlencoded"
@@ -56,6 +57,7 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
             raise HttpError(415, f"send the key as a form ({FORM}).", code="unsupported_media_type")
         prefix = prefix_of(request.scope)
         text = (await read_form(request, max_files=0)).fields.get("key", "")
+        await ring.refresh()
         key = ring.find(text.strip()[:MAX_KEY_CHARS]) if isinstance(text, str) else None
         if key is None or not key.allows("generate"):
             return _page("Invalid key." if key is None else "This key lacks the scope generate.", prefix, 401)
@@ -70,7 +72,8 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
 
     @app.post(LOGOUT, summary="End the session", status_code=303, response_class=RedirectResponse)
     async def leave(request: Request) -> Response:
-        ring.end_session(session_in(request.headers))
+        await ring.refresh()
+        await LISTINGS.run(ring.end_session, session_in(request.headers))
         prefix = prefix_of(request.scope)
         answer = RedirectResponse(f"{prefix}{LOGIN}", status_code=303)
         answer.delete_cookie(COOKIE, path=prefix or "/", httponly=True, samesite="strict")

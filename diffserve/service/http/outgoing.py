@@ -21,7 +21,9 @@ import h11
 from diffserve.service.threads import FILES
 from diffserve.version import __version__
 
-AT_ONCE: Final = 8
+AT_ONCE: Final = 32
+"""Requests of a client that run at the same time; further ones wait."""
+
 MOST_NAMED: Final = 5
 """Number of allowed hosts that a message names."""
 
@@ -64,12 +66,16 @@ class OutgoingError(Exception):
 
 
 class OutgoingClient:
-    """Sends requests to ``hosts``, each HOST or HOST:PORT; tests replace ``resolve``, ``connect`` and ``context``."""
+    """Sends requests to ``hosts``, each HOST or HOST:PORT, ``at_once`` of them at the same time.
+
+    Tests replace ``resolve``, ``connect`` and ``context``.
+    """
 
     def __init__(
         self,
         hosts: Sequence[str],
         *,
+        at_once: int = AT_ONCE,
         resolve: Callable[[str, int], Sequence[str]] | None = None,
         connect: Callable[..., Awaitable[Streams]] = asyncio.open_connection,
         context: ssl.SSLContext | None = None,
@@ -78,7 +84,7 @@ class OutgoingClient:
         self._resolve = resolve or _resolve
         self._connect = connect
         self._context = context
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._at_once = asyncio.Semaphore(at_once)
         self._resolvers = ThreadPoolExecutor(
             2, thread_name_prefix="resolver"
         )  # own threads, because a resolver can hang

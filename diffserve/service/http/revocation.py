@@ -7,7 +7,7 @@ The application sees a revoked request as a disconnect of its client, so that it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -73,10 +73,12 @@ class ActiveRequests:
     """Requests that are answered now, each of which ends within ``LOOK_EVERY_S`` of its credential.
 
     Args:
-        is_good: Whether a credential is good now.
+        refresh: Reloads the keys.
+        is_good: Whether a credential is good.
     """
 
-    def __init__(self, is_good: Callable[[str, str], bool]) -> None:
+    def __init__(self, refresh: Callable[[], Awaitable[None]], is_good: Callable[[str, str], bool]) -> None:
+        self._refresh = refresh
         self._is_good = is_good
         self._requests: dict[WatchedRequest, None] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -95,6 +97,7 @@ class ActiveRequests:
     async def _watch(self) -> None:
         while self._requests:
             await asyncio.sleep(LOOK_EVERY_S)
+            await self._refresh()
             good = {credential: self._is_good(*credential) for credential in {r.credential for r in self._requests}}
             for request in self._requests:
                 if not good[request.credential]:

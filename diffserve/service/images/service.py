@@ -47,6 +47,9 @@ from diffserve.settings.config import Settings
 P = ParamSpec("P")
 T = TypeVar("T")
 
+FETCHES_AT_ONCE: Final = 8
+"""Images that are fetched from their addresses at the same time."""
+
 SERVER_ERROR_CODES: Final = frozenset(kind.default_code for kind in (DiffserveError, NumericalError, EngineUnavailable))
 """Codes of failures that the client did not cause."""
 
@@ -80,7 +83,8 @@ class ImageChecks(NamedTuple):
         Raises:
             ConfigError: A setting cannot be used.
         """
-        return cls(Fetcher(OutgoingClient(settings.serve.fetch_hosts)), Marks.of(settings.serve), Safety.of(settings))
+        client = OutgoingClient(settings.serve.fetch_hosts, at_once=FETCHES_AT_ONCE)
+        return cls(Fetcher(client), Marks.of(settings.serve), Safety.of(settings))
 
     def stop(self) -> None:
         """Stop the safety filter."""

@@ -108,7 +108,7 @@ class BatchRunner:
                         if batch.id not in self._tasks:
                             task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
                             task.add_done_callback(partial(self._forget, batch.id))
-                        elif not self._owners.is_good(batch.owner):
+                        elif not await self._owners.is_good(batch.owner):
                             self._tasks[batch.id].cancel()  # it starts again and fails at its first line
                 except (OSError, StoreError) as error:
                     log_failure(log, "batches cannot be read", error)
@@ -198,7 +198,7 @@ class BatchRunner:
             await run_to_end(self._batches.finish_lines, batch.id, [done])
 
     async def _run_line(self, batch: Batch, number: int, line: bytes) -> LineDone:
-        if not self._owners.is_good(batch.owner):
+        if not await self._owners.is_good(batch.owner):
             raise KeyGoneError
         try:
             line_request = read_line(line)

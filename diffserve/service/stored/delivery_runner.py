@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from diffserve.service.http.errors import log_failure
-from diffserve.service.http.outgoing import OutgoingClient, OutgoingError
+from diffserve.service.http.outgoing import AT_ONCE, OutgoingClient, OutgoingError
 from diffserve.service.stored.background import MAX_RETRY_S, run_to_end
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
@@ -25,7 +25,6 @@ from diffserve.store.errors import StoreError
 from diffserve.store.jobs import Jobs
 from diffserve.store.webhooks import WebhookEndpoint, WebhookEndpoints
 
-AT_ONCE: Final = 32
 LOOK_EVERY_S: Final = 1.0
 MAX_ANSWER_BYTES: Final = 1 << 20
 GONE: Final = 410
@@ -133,7 +132,7 @@ class DeliveryRunner:
             DeliveryError: It was not accepted.
         """
         endpoint = await LISTINGS.run(self._endpoints.get, delivery.recipient)
-        if endpoint is None or endpoint.disabled or not self._owners.is_good(endpoint.owner):
+        if endpoint is None or endpoint.disabled or not await self._owners.is_good(endpoint.owner):
             await run_to_end(self._deliveries.drop, delivery)
             return
         status = await send_event(self._hooks, endpoint, delivery.event, delivery.body.encode())

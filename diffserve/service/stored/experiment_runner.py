@@ -217,7 +217,7 @@ class ExperimentRunner:
         """Run the process; return the final status and the reason if it failed, or None if the experiment has ended."""
         if experiment.status == "cancelling":
             return "cancelled", ""
-        if not self._owners.is_good(experiment.owner):
+        if not await self._owners.is_good(experiment.owner):
             return "failed", "invalid_key: its API key is not valid any more."
         while not self._engine.is_ready:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -295,7 +295,7 @@ class ExperimentRunner:
         Raises:
             DiffserveError: It cannot be generated, or the safety filter blocks it.
         """
-        if not self._owners.is_good(experiment.owner):
+        if not await self._owners.is_good(experiment.owner):
             raise InvalidRequest("the API key of the experiment is not valid any more.", code="invalid_key")
         await yield_to_interactive(self._admission)
         info = find_model(request.model, self._engine.models)

@@ -198,7 +198,7 @@ class JobRunner:
         states = await LISTINGS.run(self._jobs.states, numbers) if numbers else {}
         for (number, token), running in list(self._running.items()):
             is_changed = states.get(number, ("running", token)) != ("running", token)
-            if is_changed or not self._owners.is_good(running.owner):
+            if is_changed or not await self._owners.is_good(running.owner):
                 running.stop()
 
     async def _claim(self) -> None:
@@ -261,7 +261,7 @@ class JobRunner:
         return CaptureFiles(self._jobs.folder, f"{job.number}-{CAPTURE}")
 
     async def _finish(self, job: Job) -> None:
-        if not self._owners.is_good(job.owner):
+        if not await self._owners.is_good(job.owner):
             error = "invalid_key: its API key is not valid any more."
             await self._store(job, self._jobs.finish, job, "failed", None, error)
             return

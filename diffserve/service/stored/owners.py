@@ -35,11 +35,11 @@ class Owners:
             return owner_of(request)
         return "" if self._is_alone else None
 
-    def is_good(self, owner: str) -> bool:
+    async def is_good(self, owner: str) -> bool:
         """Return whether ``owner`` may still generate."""
         if not owner or self._ring is None:
             return True
-        self._ring.look()
+        await self._ring.refresh()
         key = self._ring.by_id(owner)
         return key is not None and key.allows("generate")
 
