@@ -106,6 +106,7 @@ def store_errors(address: str) -> Iterator[None]:
         address: The file, or the address without its password, for messages.
     """
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+    from sqlalchemy.exc import TimeoutError as PoolTimeout
 
     try:
         try:
@@ -113,7 +114,7 @@ def store_errors(address: str) -> Iterator[None]:
         except DBAPIError as error:
             raise _store_error(error.orig or error) from error
         except SQLAlchemyError as error:
-            reason: Reason = "unreachable" if isinstance(error, TimeoutError) else "other"
+            reason: Reason = "unreachable" if isinstance(error, PoolTimeout) else "other"
             raise StoreError(hide_password(str(error)), type(error).__name__, reason) from error
     except StoreError as error:
         error.address = address

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from diffserve.api.errors import ConfigError
 from diffserve.cli import main
@@ -118,3 +119,9 @@ def test_a_full_disk_is_no_reason_to_move_an_sqlite_file_away(tmp_path: Path) ->
         with pytest.raises(StoreError) as error, store_errors(str(database.file)):
             connection.exec_driver_sql("CREATE TABLE large AS SELECT zeroblob(10000000) AS value")
     assert error.value.message == f"{database.file} cannot be used (database or disk is full); free space on its disk."
+
+
+def test_no_free_connection_means_unreachable() -> None:
+    with pytest.raises(StoreError) as error, store_errors("postgresql://host/name"):
+        raise PoolTimeout("QueuePool limit reached")
+    assert error.value.reason == "unreachable"
