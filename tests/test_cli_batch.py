@@ -8,20 +8,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli import main
+from diffserve.cli.batch.job_painter import JobPainter
 from diffserve.cli.batch.lines import NAME, Manifest, Outcome, read_lines
 from diffserve.cli.batch.painters import ServerPainter
 from diffserve.cli.batch.runner import paint_line
 from diffserve.cli.generate import open_engine
-from diffserve.client import Client
+from diffserve.client import Client, JobEvent, JobFailure, ServerLost, StoredJob
 from diffserve.media.images import read_infotext
 from diffserve.settings.config import Settings
 from tests.service.server import RunningServer, running_server, wait_for
@@ -197,6 +201,38 @@ def test_the_same_command_finds_its_jobs_after_both_processes_were_killed(tmp_pa
         assert not client.jobs().data
         assert batch(file, "-o", tmp_path / "other", "--server", server.url) == 0
         assert not set(seeds) & {outcome["seeds"][0] for outcome in outcomes(tmp_path / "other")}
+
+
+def test_a_line_waits_while_the_server_refuses_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffserve.cli.batch.job_painter.RETRY_S", 0.0)
+    monkeypatch.setattr("diffserve.cli.batch.job_painter.LOADING_TIMEOUT_S", 0.2)
+    job = StoredJob(id="a", endpoint="", status="running", attempts=1, created_at=0, expires_at=0)
+    failed_job = replace(job, status="failed", error=JobFailure(code="sick", message="it is sick."))
+    refusals = [DiffserveError("", code=code) for code in ("database_unreachable", "rate_limit_exceeded")]
+    attempts: Iterator[JobEvent | DiffserveError] = iter(
+        [ServerLost(""), *refusals, JobEvent(id="a", status="failed", at=0.0, job=failed_job)]
+    )
+
+    class Refusing:
+        def put_job(self, *_: object, **__: object) -> StoredJob:
+            return job
+
+        @contextmanager
+        def job_events(self, _: str) -> Iterator[Iterator[JobEvent]]:
+            attempt = next(attempts)
+            if isinstance(attempt, DiffserveError) and attempt.code != ServerLost.default_code:
+                raise attempt
+            yield self.follow(attempt)
+
+        def follow(self, attempt: JobEvent | DiffserveError) -> Iterator[JobEvent]:
+            if isinstance(attempt, DiffserveError):
+                time.sleep(0.3)  # longer than LOADING_TIMEOUT_S without an event
+                raise attempt
+            yield attempt
+
+    [line] = read_lines(write_lines(tmp_path / "p.jsonl", "a fox"))
+    with pytest.raises(DiffserveError, match="it is sick"):
+        JobPainter(cast(Client, Refusing()), None, tmp_path).paint(line, lambda _: None)
 
 
 @pytest.mark.slow

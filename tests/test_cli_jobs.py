@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,50 @@ def test_an_unreachable_server_and_missing_ids_are_errors_of_one_line(capsys: py
     with pytest.raises(SystemExit):
         main(["jobs", "show", ""])
     assert capsys.readouterr().err == "diffserve: the ID for /v1/jobs is empty; give an ID.\n"
+
+
+def test_watch_waits_while_the_server_refuses_for_now(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffserve.cli.jobs.RETRY_S", 0.0)
+    monkeypatch.setattr("diffserve.cli.jobs.MAX_SILENCE_S", 1.0)
+    codes = ["database_unreachable", "rate_limit_exceeded", "queue_full", "engine_unavailable"]
+    stored = {"id": "fox", "endpoint": GENERATIONS, "attempts": 1, "created_at": 1, "expires_at": 2}
+
+    def event(status: str, **job: object) -> bytes:
+        data = {"type": f"job.{status}", "id": "fox", "status": status, "at": 1.0, **job}
+        return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+    def failure(code: str) -> bytes:
+        return json.dumps({"error": {"message": f"{code}.", "code": code, "type": "server_error"}}).encode()
+
+    answers = [(200, event("queued") + b"data: " + failure("database_unreachable") + b"\n\n")]
+    answers += [(429 if code == "rate_limit_exceeded" else 503, failure(code)) for code in codes]
+    answers += [(200, event("succeeded", job=stored | {"status": "succeeded"}))]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers[0] if len(answers) == 1 else answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(SystemExit) as watched:
+            main(["jobs", "watch", "fox", "--json", "--server", url])
+        states = [json.loads(line)["status"] for line in capsys.readouterr().out.splitlines()]
+        assert (watched.value.code, states) == (0, ["queued", "succeeded"])
+        answers[:] = [(200, event("queued")), (503, failure("database_unreachable"))]
+        with pytest.raises(SystemExit) as given_up:
+            main(["jobs", "watch", "fox", "--server", url])
+        assert (given_up.value.code, capsys.readouterr().err) == (2, "diffserve: database_unreachable.\n")
+        server.shutdown()
 
 
 @pytest.mark.slow

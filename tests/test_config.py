@@ -173,7 +173,10 @@ def test_auto_becomes_none_for_a_number_and_stays_auto_otherwise() -> None:
         ("port = 1\n", "unknown table [port]"),
         ("engine = 3\n", "engine is 3; write it as a table, [engine], with keys below it."),
         ("[serve]\nport = 'high'\n", "serve.port is 'high': give a whole number."),
-        ("[model]\ngood_sizes = [['a', 64]]\n", "expected `int`, got `str` - at `$[0][0]`."),
+        ("[model]\ngood_sizes = [['a', 64]]\n", "good_sizes is [['a', 64]]: give a list of sizes"),
+        ("[model]\ngood_sizes = 64\n", "good_sizes is 64: give a list of sizes, such as [[512, 512], [768, 512]]."),
+        ("[serve]\nwebhook_hosts = [1]\n", 'webhook_hosts is [1]: give a list of texts, such as ["one", "two"].'),
+        ("[serve]\ndevices = 'cpu'\n", "serve.devices is 'cpu': give a list of texts"),
         ("[serve]\nport = 70000\n", "port is 70000; it must lie between 0"),
         ("[serve]\nhost = ' '\n", "host is empty"),
         ("[serve]\nlog_level = 'loud'\n", "serve.log_level is 'loud': choose one of debug, info, warning, error."),
@@ -183,7 +186,7 @@ def test_auto_becomes_none_for_a_number_and_stays_auto_otherwise() -> None:
         ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of auto, leading, linspace, quadratic, "),
         ("[model]\ndtype = 'float6'\n", f"choose one of {', '.join(DTYPES)}."),
         ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
-        ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
+        ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]: give a list of sizes"),
         ("[model]\ngood_sizes = [[0, 128]]\n", "every side must be 1 px or more"),
         ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes has a side of 192 px."),
         ("[engine]\nmax_rows = 1\n", "max_rows is 1; it must lie between 2 and 256: a guided image needs 2 rows"),
@@ -220,6 +223,8 @@ def test_error_about_a_variable_names_it() -> None:
         load_settings(env={"DIFFSERVE_SERVE_PORT": "x"})
     with pytest.raises(ConfigError, match=r"did you mean DIFFSERVE_SERVE_PORT"):
         load_settings(env={"DIFFSERVE_SERVER_PORT": "8000"})
+    with pytest.raises(ConfigError, match=r"GOOD_SIZES is '64': give sizes such as 512x512, 768x512\.$"):
+        load_settings(env={"DIFFSERVE_MODEL_GOOD_SIZES": "64"})
 
 
 def test_variables_of_the_clients_are_not_settings() -> None:

@@ -86,6 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _ClickException as error:
         message = suggestion_for(error)
         code = refuse(message or (error.format_message() if hasattr(error, "format_message") else str(error)))
+    except Exception as error:
+        from diffserve.store.errors import StoreError  # here, because the package imports SQLAlchemy
+
+        if not isinstance(error, StoreError):
+            raise
+        code = refuse(error.message)
     end_soon()
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -30,6 +30,7 @@ from diffserve.service.safety import Safety
 from diffserve.settings.config import AUTO_STYLE, EngineConfig, Settings
 from diffserve.settings.layers import KEYS
 from diffserve.store.database import FILE
+from diffserve.store.errors import StoreError
 from diffserve.store.unet_paths import UNetPathFile
 from diffserve.version import __version__
 
@@ -44,6 +45,8 @@ ROWS = (1, 2, 8)
 STEP_HEADINGS = ("rows", "TFLOP", "kernels", "activations", "at least")
 LARGE_HEADINGS = ("part", "memory")
 LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
+STORE_KEYS = {"url": "store.url", "data_dir": "serve.data_dir"}
+"""Keys that errors of the database are about, by the ``param`` of the error."""
 
 
 def run(settings: Settings, gpu: str | None = None, large: tuple[int, int] | None = None, tile_px: int = 0) -> int:
@@ -117,8 +120,8 @@ def _start_problems(settings: Settings) -> Iterator[str]:
     ):
         try:
             check_part(settings)
-        except DiffserveError as error:
-            yield f"{key}: {error.message}"
+        except (DiffserveError, StoreError) as error:
+            yield f"{STORE_KEYS.get(error.param or '', key)}: {error.message}"
 
 
 def _check_language_model(settings: Settings) -> None:

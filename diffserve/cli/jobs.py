@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from diffserve.api.bounds import check
-from diffserve.api.errors import EngineUnavailable, InvalidRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli.generate import EXIT_FAILED
 from diffserve.cli.outputs import write_output
 from diffserve.cli.remote import with_command_line_hints
@@ -24,10 +24,9 @@ from diffserve.client import (
     JobFields,
     JobProgress,
     JobStatus,
-    ServerLost,
-    ServerUnreachable,
     StoredJob,
 )
+from diffserve.client.errors import PASSING_CODES
 
 PAGE: Final = 100
 """Largest number of jobs in one answer of the server."""
@@ -35,7 +34,7 @@ PAGE: Final = 100
 COLUMNS: Final = ("id", "status", "position", "progress", "left", "endpoint", "created")
 RETRY_S: Final = 1.0
 MAX_SILENCE_S: Final = 300.0
-"""How long ``watch`` waits for a server that has stopped."""
+"""How long ``watch`` waits for a server that has stopped or refuses to answer for now."""
 
 
 @contextmanager
@@ -86,24 +85,25 @@ def show_one(server: str, job_id: str, *, is_json: bool) -> int:
 
 
 def watch(server: str, job_id: str, *, is_json: bool) -> int:
-    """Print states and progress of a job until it is over, also over restarts of the server.
+    """Print states and progress of a job until it is over, also over restarts of the server and of its database.
 
     Returns:
         0 if the job succeeded, else 1.
     """
     num_seen = 0
-    until_s = time.monotonic() + MAX_SILENCE_S
+    lost_s: float | None = None
     while True:
         try:
             with opened(server) as client, client.job_events(job_id, num_seen) as events:
+                lost_s = None
                 for event in events:
-                    until_s = time.monotonic() + MAX_SILENCE_S
                     num_seen += isinstance(event, JobEvent)
                     print(msgspec.json.encode(event).decode() if is_json else _event_text(event), flush=True)
                     if isinstance(event, JobEvent) and event.job is not None and event.job.is_over:
                         return 0 if event.status == "succeeded" else EXIT_FAILED
-        except (EngineUnavailable, ServerLost, ServerUnreachable):
-            if num_seen == 0 or time.monotonic() > until_s:
+        except DiffserveError as error:
+            lost_s = time.monotonic() if lost_s is None else lost_s
+            if num_seen == 0 or error.code not in PASSING_CODES or time.monotonic() > lost_s + MAX_SILENCE_S:
                 raise
         time.sleep(RETRY_S)
 

@@ -41,6 +41,15 @@ class RequestCancelled(DiffserveError):  # noqa: N818 # named after what happene
     default_code = "cancelled"
 
 
+PASSING_CODES: Final = frozenset(
+    {
+        *(kind.default_code for kind in (EngineUnavailable, QueueFull, ServerLost, ServerUnreachable)),
+        *("database_unreachable", "rate_limit_exceeded", "server_full"),
+    }
+)
+"""Codes of errors that pass: the server restarts, has too much to do, or cannot reach its database."""
+
+
 class ErrorObject(msgspec.Struct, frozen=True):
     """Error object of an answer, in the format of OpenAI's API."""
 

@@ -87,6 +87,12 @@ KINDS: Final = {
 }
 """Descriptions of the type names in msgspec's error messages."""
 
+LISTS: Final[dict[Any, str]] = {
+    tuple[str, ...]: 'a list of texts, such as ["one", "two"]',
+    tuple[tuple[int, int], ...]: "a list of sizes, such as [[512, 512], [768, 512]]",
+}
+"""Descriptions of the types of lists."""
+
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 INTERNAL: Final = ("served_paths", "cross_attention")
@@ -274,14 +280,18 @@ def _convert(dotted: str, value: _Value) -> Any:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
         words = list(_words(_FIELDS[table][key]))
-        reason = f"choose one of {', '.join(words)}" if words else _advice(str(error))
+        reason = f"choose one of {', '.join(words)}" if words else _advice(_FIELDS[table][key], str(error))
+        if value.is_text and key == "good_sizes":
+            reason = "give sizes such as 512x512, 768x512"
         raise ConfigError(
             f"{_blame(dotted, {dotted: value})} is {hide_password(repr(value.raw))}: {reason}.", param=key
         ) from None
 
 
-def _advice(message: str) -> str:
-    """Return the type to give if msgspec's ``message`` is about a wrong type, else the message itself."""
+def _advice(hint: Any, message: str) -> str:
+    """Return what to give for a field of type ``hint``; msgspec's ``message`` itself if it is not about a type."""
+    if hint in LISTS:
+        return f"give {LISTS[hint]}"
     expected = _EXPECTED.fullmatch(message)
     kinds = [KINDS[name] for name in expected[1].split(" | ") if name in KINDS] if expected else []
     return f"give {' or '.join(kinds)}" if kinds else message[0].lower() + message[1:]

@@ -62,6 +62,7 @@ class Database:
         self.folder = folder
         self.file = folder / FILE
         self.is_postgresql = bool(url)
+        self._address = hide_password(url) if url else str(self.file)
         self.tell_commit: Callable[[float], None] = lambda _: None
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,7 +70,7 @@ class Database:
                 os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._engines = postgresql_engines(url) if url else sqlite_engines(self.file)
             try:
-                self._open(hide_password(url))
+                self._open()
             except BaseException:
                 self.close()
                 raise
@@ -78,11 +79,7 @@ class Database:
             message = f"{where} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
             raise ConfigError(message, param="data_dir") from None
         except StoreError as error:
-            if url:
-                message = f"{hide_password(url)} cannot be used ({error}); start the database or change store.url."
-                raise ConfigError(message, param="url") from None
-            message = f"{self.file} cannot be used ({error}); move it away or choose another folder (serve.data_dir)."
-            raise ConfigError(message, param="data_dir") from None
+            raise ConfigError(error.message, param=error.param) from None
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -94,7 +91,7 @@ class Database:
         Raises:
             StoreError: The database cannot be read.
         """
-        with store_errors(), self._engines.reads.connect() as connection:
+        with store_errors(self._address), self._engines.reads.connect() as connection:
             yield connection
 
     @contextlib.contextmanager
@@ -119,7 +116,7 @@ class Database:
     @contextlib.contextmanager
     def _transaction(self, engine: Engine, exclusive: bool) -> Iterator[Connection]:
         """Open a connection of ``engine``, and commit when the block ends; see ``writing``."""
-        with store_errors(), engine.connect() as connection:
+        with store_errors(self._address), engine.connect() as connection:
             try:
                 if exclusive and self.is_postgresql:
                     connection.execute(select(func.pg_advisory_xact_lock(EXCLUSIVE_LOCK)))
@@ -133,12 +130,11 @@ class Database:
                 raise
         self.tell_commit(time.perf_counter() - began_s)
 
-    def _open(self, address: str) -> None:
+    def _open(self) -> None:
         """Check the database before any write, back up an old SQLite file, and upgrade the schema."""
-        advice = "choose another database (store.url)" if address else "choose another folder (serve.data_dir)"
         with self.reading() as connection:
-            revision = check_revision(connection, address or str(self.file), advice)
-            if not address:
+            revision = check_revision(connection, self._address)
+            if not self.is_postgresql:
                 check_file(connection, self.file)
                 back_up(connection, self.file, revision)
                 connection.exec_driver_sql("PRAGMA journal_mode = WAL")

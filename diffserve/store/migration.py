@@ -20,13 +20,12 @@ MAX_CHECKED_BYTES: Final = 64 << 20
 """SQLite files up to this size are checked for damage when they are opened."""
 
 
-def check_revision(connection: Connection, name: str, advice: str) -> str | None:
+def check_revision(connection: Connection, address: str) -> str | None:
     """Return the revision of a database, which is read before any write; None if Alembic has not migrated it yet.
 
     Args:
         connection: A connection to the database.
-        name: The file or the address of the database, for error messages.
-        advice: What to do instead of an upgrade, for error messages.
+        address: The file, or the address without its password, for error messages.
 
     Raises:
         ConfigError: The schema is from a newer version.
@@ -35,10 +34,12 @@ def check_revision(connection: Connection, name: str, advice: str) -> str | None
     version = _user_version(connection)
     if version > LAST_USER_VERSION or (revision is not None and revision not in REVISIONS):
         stored = f"version {version}" if revision is None else f"schema {revision}"
+        is_file = connection.dialect.name == "sqlite"
+        other = "choose another folder (serve.data_dir)" if is_file else "choose another database (store.url)"
         raise ConfigError(
-            f"{name} was written by a newer diffserve ({stored}, this one supports up to schema {REVISIONS[-1]}); "
-            f"upgrade it (pip install -U diffserve), or {advice}.",
-            param="data_dir",
+            f"{address} was written by a newer diffserve ({stored}, this one supports up to schema {REVISIONS[-1]}); "
+            f"upgrade it (pip install -U diffserve), or {other}.",
+            param="data_dir" if is_file else "url",
         )
     return revision
 

@@ -32,6 +32,8 @@ ANSWERS = {
     "/packed": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
     "/gopher": b"hello\r\n\r\n",
     "/short": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\npic",
+    "/gopher-line": b"hello",
+    "/closed": b"",
     "/slow": b"",
 }
 
@@ -52,9 +54,10 @@ async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetche
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         received.append(head)
-        writer.write(reply := ANSWERS[head.split()[1]])
+        path = head.split()[1]
+        writer.write(ANSWERS[path])
         await writer.drain()
-        await asyncio.sleep(0 if reply else 5)
+        await asyncio.sleep(5 if path == "/slow" else 0)
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=served)
@@ -114,7 +117,9 @@ def test_an_image_is_fetched_from_the_checked_address_with_the_requested_host_na
         ("/endless", "image_too_large", "too large"),
         ("/packed", "url_unreadable", "compressed"),
         ("/gopher", "url_unreadable", "did not answer in HTTP"),
-        ("/short", "url_unreadable", "did not answer in HTTP"),
+        ("/gopher-line", "url_unreadable", "did not answer in HTTP"),
+        ("/short", "url_unreadable", "closed the connection"),
+        ("/closed", "url_unreadable", "closed the connection"),
         ("/slow", "url_unreadable", "did not answer within 0.2 s"),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -10,7 +13,7 @@ import pytest
 
 from diffserve.client import Client
 from diffserve.store import Database, Keys
-from tests.postgresql import PASSWORD, PostgreSQL
+from tests.postgresql import PASSWORD, PostgreSQL, running_postgresql
 from tests.service.server import GENERATIONS, running_server, wait_for
 
 BODY = {"prompt": "a red fox", "num_inference_steps": 1, "size": "64x64", "seed": 1}
@@ -82,3 +85,27 @@ def test_two_servers_share_jobs_and_one_finishes_those_of_a_killed_one(postgresq
         assert {client.job(name).status for name in names} == {"succeeded"}
         images = {json.loads(client.job_result(name))["data"][0]["b64_json"] for name in names}
         assert len(images) == len(names)
+
+
+@pytest.mark.slow
+def test_a_job_is_watched_while_the_database_is_away(tmp_path: Path) -> None:
+    with running_postgresql() as postgresql:
+        env = {
+            "DIFFSERVE_STORE_URL": postgresql.create_database(),
+            "DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "data"),
+        }
+        with running_server(Path("embedded"), tmp_path / "server", env=env) as server:
+            with Client(server.url) as client:
+                client.put_job("long", GENERATIONS, BODY | {"num_inference_steps": 900, "size": "256x256"})
+            command = [sys.executable, "-m", "diffserve", "jobs", "watch", "long", "--json", "--server", server.url]
+            output = tmp_path / "events"
+            with output.open("wb") as file, subprocess.Popen(command, stdout=file) as process:
+                wait_for(lambda: b'"progress":0.' in output.read_bytes(), OVER_S, "progress")
+                postgresql.stop()
+                time.sleep(10.0)
+                assert process.poll() is None
+                postgresql.start()
+                assert process.wait(OVER_S) == 0
+    events = [json.loads(line) for line in output.read_text().splitlines()]
+    states = [event["status"] for event in events if "progress" not in event]
+    assert (states[:2], states[-1]) == (["queued", "running"], "succeeded")

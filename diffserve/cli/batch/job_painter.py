@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.cli.batch.lines import Line, Outcome
 from diffserve.cli.batch.painters import (
     LOADING_TIMEOUT_S,
@@ -29,11 +29,10 @@ from diffserve.client import (
     Images,
     JobEvent,
     JobProgress,
-    ServerLost,
-    ServerUnreachable,
     StoredJob,
     Stream,
 )
+from diffserve.client.errors import PASSING_CODES
 from diffserve.client.images import EDITS, GENERATIONS
 from diffserve.client.recipe import Recipe
 
@@ -142,21 +141,22 @@ class JobPainter:
         raise Stopped
 
     def _follow(self, job_id: str, report_progress: ReportProgress) -> StoredJob:
-        """Return the finished job; a server that stops meanwhile is given ``LOADING_TIMEOUT_S`` to return."""
-        until_s = time.monotonic() + LOADING_TIMEOUT_S
+        """Return the finished job; a server that stops, or refuses to answer, has ``LOADING_TIMEOUT_S`` to return."""
+        lost_s: float | None = None
         while not self._stopped.is_set():
             try:
                 with self._client.job_events(job_id) as events:
+                    lost_s = None
                     with self._lock:
                         self._active[job_id] = events
                     for event in events:
-                        until_s = time.monotonic() + LOADING_TIMEOUT_S
                         if isinstance(event, JobProgress):
                             report_progress(event.progress)
                         elif event.job is not None and event.job.is_over and not self._stopped.is_set():
                             return event.job
-            except (EngineUnavailable, ServerLost, ServerUnreachable):
-                if time.monotonic() > until_s:
+            except DiffserveError as error:
+                lost_s = time.monotonic() if lost_s is None else lost_s
+                if error.code not in PASSING_CODES or time.monotonic() > lost_s + LOADING_TIMEOUT_S:
                     raise
             self._stopped.wait(RETRY_S)
         raise Stopped

@@ -159,7 +159,8 @@ class OutgoingClient:
         except ssl.SSLError:
             raise OutgoingError("has no valid certificate") from None
         except h11.ProtocolError:
-            raise OutgoingError("did not answer in HTTP") from None
+            has_ended = connection.trailing_data == (b"", True)
+            raise OutgoingError("closed the connection" if has_ended else "did not answer in HTTP") from None
         except (OSError, asyncio.IncompleteReadError, UnicodeError):
             raise OutgoingError("cannot be reached") from None
 
