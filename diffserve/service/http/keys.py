@@ -47,6 +47,9 @@ PAGE: Final = "/gradio_api/"
 CREATING: Final = ("POST", "PUT")
 """Methods that count against a key's limit of requests per minute."""
 
+READ_S: Final = 5.0
+"""How long requests wait until the keys are read from the database."""
+
 COOKIE: Final = "diffserve_session"
 SESSION_S: Final = 30 * 24 * 3600.0
 MAX_KEY_CHARS: Final = 512
@@ -100,14 +103,14 @@ class KeyRing:
     async def refresh(self) -> None:
         """Reload the keys if they changed, at most every ``LOOK_EVERY_S``.
 
-        A database that does not answer delays this by ``LOOK_EVERY_S`` at most; the keys read before are valid then.
+        A database that does not answer delays this by ``READ_S`` at most; the keys read before are valid then.
         """
         if self._reading is None or self._reading.done():
             if time.monotonic() - self._looked_s < LOOK_EVERY_S:
                 return
             self._looked_s = time.monotonic()
             self._reading = asyncio.ensure_future(KEYS.run(self.look))
-        left_s = self._looked_s + LOOK_EVERY_S - time.monotonic()
+        left_s = self._looked_s + READ_S - time.monotonic()
         if left_s > 0.0:
             await asyncio.wait({self._reading}, timeout=left_s)
 
