@@ -93,6 +93,7 @@ class KeyRing:
         self._mark: object = None
         self._looked_s = -math.inf
         self._reading: asyncio.Future[None] | None = None
+        self._has_failed = False
         self._good: dict[bytes, Key] = {}
         self._ended: frozenset[str] = frozenset()
         self._revoked: frozenset[str] = frozenset()
@@ -103,7 +104,7 @@ class KeyRing:
     async def refresh(self) -> None:
         """Reload the keys if they changed, at most every ``LOOK_EVERY_S``.
 
-        A database that does not answer delays this by ``READ_S`` at most; the keys read before are valid then.
+        A database that does not answer delays this once, by ``READ_S`` at most; the keys read before stay valid.
         """
         if self._reading is None or self._reading.done():
             if time.monotonic() - self._looked_s < LOOK_EVERY_S:
@@ -111,7 +112,7 @@ class KeyRing:
             self._looked_s = time.monotonic()
             self._reading = asyncio.ensure_future(KEYS.run(self.look))
         left_s = self._looked_s + READ_S - time.monotonic()
-        if left_s > 0.0:
+        if left_s > 0.0 and not self._has_failed:
             await asyncio.wait({self._reading}, timeout=left_s)
 
     def look(self) -> None:
@@ -121,12 +122,14 @@ class KeyRing:
             return
         try:
             mark = self._keys.mark()
+            self._has_failed = False
             if mark == self._mark:
                 self._stamp = stamp
                 return
             keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
         except StoreError as error:
+            self._has_failed = True
             log.error("the API keys cannot be read; the keys read before stay valid", extra={"reason": str(error)})
             return
         self._stamp, self._mark = stamp, mark
