@@ -21,7 +21,7 @@ from ui.create.layout import CreateTab
 from ui.create.parameters import FORM_FIELDS, infotext_of
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
-from ui.events import LATEST, PRIVATE, SILENT, on_report
+from ui.events import LATEST, PRIVATE, SILENT, on_selection
 from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named
 from ui.history_view import PERIODS, HistoryTab, Looking, Update, zip_of
 from ui.server import Server, sentence
@@ -45,7 +45,8 @@ class HistoryHandlers:
         search_events += [tab.favorites.change, tab.period.change]
         gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **LATEST)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
-        on_report([tab.grid.select], self.choose, "[...diffserve.chosen.history]", tab.selected_outputs)
+        chosen = "[...diffserve.chosen.history]"
+        on_selection(tab.grid.select, self.choose, "history", chosen, tab.selected_outputs)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         tab.compare.click(self.compare, None, [tab.slider, tab.note], **PRIVATE)

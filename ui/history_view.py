@@ -27,6 +27,10 @@ SELECT: Final = "Select one or more images; Shift selects all between two."
 DELETE: Final = "Delete"
 REPORT_SELECTION: Final = """const chosen = diffserve.chosen.history = new Set();
 let last = null;
+const report = (isNew) => {
+    diffserve.selecting('history', isNew);
+    trigger('select');
+};
 const items = () => [...element.querySelectorAll('[data-id]')];
 const mark = () => items().forEach((item) => {
     item.querySelector('input').checked = chosen.has(item.dataset.id);
@@ -41,14 +45,14 @@ element.addEventListener('click', ({ target, shiftKey }) => {
     }
     last = id;
     mark();
-    trigger('select');
+    report(true);
 });
 watch('value', () => {
     const drawn = items().filter((item) => item.querySelector('input').defaultChecked).map((item) => item.dataset.id);
     const ids = items().map((item) => item.dataset.id);
     for (const id of [...chosen]) if (!ids.includes(id)) chosen.delete(id);
     mark();
-    if (drawn.length !== chosen.size || drawn.some((id) => !chosen.has(id))) trigger('select');
+    if (drawn.length !== chosen.size || drawn.some((id) => !chosen.has(id))) report(false);
 });"""
 """Keeps the selected images in ``diffserve.chosen.history``; Shift selects or unselects all between two clicks.
 

@@ -34,7 +34,7 @@ from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
 from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
-from ui.events import PRIVATE, SILENT, called_with, on_report
+from ui.events import PRIVATE, SILENT, called_with, on_selection
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -83,7 +83,8 @@ class CreateHandlers:
         showing.stop.click(self.stop, **PRIVATE)
         self.queue.connect(tab)
         for thumbnails, show in ((showing.gallery, self.look_back), (showing.batch, self.look_closer)):
-            on_report([thumbnails.select], show, f"diffserve.selected({thumbnails.elem_id!r})", list(showing))
+            name = str(thumbnails.elem_id)
+            on_selection(thumbnails.select, show, name, f"diffserve.selected({name!r})", list(showing))
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(
