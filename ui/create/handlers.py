@@ -66,17 +66,24 @@ class CreateHandlers:
         sent: dict[str, Any] = {
             "triggers": [showing.generate.click, fields.prompt.submit],
             "inputs": [*fields.all, settings.start.marks],
-            "js": "(...values) => diffserve.withMarks(values)",
+            "trigger_mode": "multiple",
         }
-        checked = gr.on(fn=self.check, outputs=settings.invalid, preprocess=False, **sent, **PRIVATE)
+        checked = gr.on(
+            fn=self.check,
+            outputs=settings.invalid,
+            preprocess=False,
+            js="(...values) => diffserve.press(values)",
+            **PRIVATE,
+            **sent,
+        )
         checked.success(js="(checked) => diffserve.showInvalid(checked)", inputs=settings.invalid, **SILENT)
         gr.on(
             fn=self.generate,
+            js="(...values) => diffserve.pressedValues(values)",
             **sent,
             outputs=list(showing),
             api_name="generate",
             show_progress="hidden",
-            trigger_mode="multiple",
             concurrency_limit=None,
             validator=self.validate,
         )
@@ -101,12 +108,6 @@ class CreateHandlers:
         showing.favorite.click(self.favorite, js="(shown) => [shown]", **shown)
         showing.delete.click(self.delete, js="(shown) => [shown]", **shown)
         settings.random_seed.click(fn=None, js="() => ['', '', null]", outputs=varied, api_visibility="private")
-        gr.on(
-            [showing.generate.click, fields.prompt.submit],
-            js="(prompt) => diffserve.remember(prompt)",
-            inputs=fields.prompt,
-            **SILENT,
-        )
         _agree(fields)
         showing.copy_parameters.click(
             fn=None, js="(text) => { diffserveCopy(text); return []; }", inputs=showing.parameters
