@@ -82,6 +82,7 @@ class HistoryTab(NamedTuple):
     delete: gr.Button
     slider: gr.ImageSlider
     file: gr.File
+    opens_create: gr.Checkbox
 
     @property
     def selected_outputs(self) -> list[Any]:
@@ -235,6 +236,7 @@ def lay_out() -> HistoryTab:
         grid = gr.HTML(label="Images stored by the server", elem_id="history-grid", js_on_load=REPORT_SELECTION)
         show_more = gr.Button("Show older images", size="sm", visible=False, elem_id="history-more")
         file = gr.File(visible="hidden", elem_id="history-file")
+        opens_create = gr.Checkbox(visible=False)
     return HistoryTab(
         query=query,
         search=search,
@@ -247,6 +249,7 @@ def lay_out() -> HistoryTab:
         delete=delete,
         slider=slider,
         file=file,
+        opens_create=opens_create,
         **buttons,
     )
 
