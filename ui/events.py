@@ -21,6 +21,9 @@ LATEST: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "always_last"}
 
 Requests at the same time would end in any order, so that an old state might be shown last. The state comes from the
 inputs, or from JavaScript as in ``on_report``: gradio sends the data of the first event with the later ones.
+
+The additional request repeats the event with all its functions, so only one of them may have these settings: two would
+repeat each other forever on a slow connection. ``then`` gives another function an event of its own.
 """
 
 MAX_PRESSES: Final = 50
