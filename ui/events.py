@@ -21,6 +21,9 @@ LATEST: Final[dict[str, Any]] = {**PRIVATE, "trigger_mode": "always_last"}
 
 Requests at the same time would end in any order, so that an old state might be shown last. The state comes from the
 inputs, or from JavaScript as in ``on_report``: gradio sends the data of the first event with the later ones.
+
+The additional request repeats the event with all its functions, so only one of them may have these settings: two would
+repeat each other forever on a slow connection. ``then`` gives another function an event of its own.
 """
 
 MAX_PRESSES: Final = 50
@@ -54,7 +57,7 @@ def on_report(
     script: str,
     outputs: Sequence[Component] | Component | None,
     inputs: Sequence[Component] = (),
-) -> None:
+) -> Dependency:
     """Bind ``events`` to a function of a value from the browser; of several requests, the last one is shown last.
 
     Args:
@@ -63,10 +66,31 @@ def on_report(
         script: JavaScript expression of the value, evaluated when a request is sent.
         outputs: The components that it updates.
         inputs: Components whose values it takes.
+
+    Returns:
+        The event of the request.
     """
     value = gr.JSON(visible=False)
     js = f"(_, ...values) => [{script}, ...values]"
-    gr.on(list(events), function, [value, *inputs], outputs, js=js, **LATEST)
+    bound: Dependency = gr.on(list(events), function, [value, *inputs], outputs, js=js, **LATEST)
+    return bound
+
+
+def on_selection(
+    event: Any, function: Callable[..., Any], name: str, script: str, outputs: Sequence[Component]
+) -> None:
+    """Bind a selection of images, as ``on_report``; buttons that apply to them wait for its response.
+
+    Args:
+        event: The event.
+        function: Takes the JSON value and the request.
+        name: Name of the list in ``hold.js``.
+        script: JavaScript expression of the selection.
+        outputs: The components that it updates.
+    """
+    sent = on_report([event], function, f"diffserve.sending({name!r}, {script})", outputs)
+    sent.success(js=f"() => diffserve.received({name!r})", **SILENT)
+    sent.failure(js=f"() => diffserve.failed({name!r})", **SILENT)
 
 
 def shown_if(is_shown: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import gradio as gr
@@ -21,14 +21,20 @@ from ui.create.layout import CreateTab
 from ui.create.parameters import FORM_FIELDS, infotext_of
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
-from ui.events import LATEST, PRIVATE, SILENT, on_report
+from ui.events import LATEST, PRIVATE, SILENT, on_selection
 from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named
 from ui.history_view import PERIODS, HistoryTab, Looking, Update, zip_of
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 
+T = TypeVar("T")
+
 PAGE: Final = 24
 GONE: Final = "That image no longer exists; search again."
+
+_FORM_LENGTH: Final = len(FORM_FIELDS) + 6
+_EDIT_LENGTH: Final = 8
+"""Number of components of Create that ``restore`` and ``edit`` update."""
 
 
 class HistoryHandlers:
@@ -45,7 +51,8 @@ class HistoryHandlers:
         search_events += [tab.favorites.change, tab.period.change]
         gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **LATEST)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
-        on_report([tab.grid.select], self.choose, "[...diffserve.chosen.history]", tab.selected_outputs)
+        chosen = "[...diffserve.chosen.history]"
+        on_selection(tab.grid.select, self.choose, "history", chosen, tab.selected_outputs)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         tab.compare.click(self.compare, None, [tab.slider, tab.note], **PRIVATE)
@@ -54,12 +61,12 @@ class HistoryHandlers:
         tab.full_screen.click(js="() => diffserve.fullScreen('history-grid')", **SILENT)
         begin = create.settings.start
         form = [*create.fields.all, create.showing.caption, *begin.outputs, create.settings.references.listing]
-        form.append(tab.note)
         edited = [*begin.outputs, create.fields.strength, create.showing.caption]
         edited += [create.fields.prompt, create.fields.negative_prompt]
-        to_create = "() => diffserve.openTab('Create')"
-        tab.restore.click(self.restore, None, form, **PRIVATE).success(js=to_create, **SILENT)
-        tab.edit.click(self.edit, None, edited, **PRIVATE).success(js=to_create, **SILENT)
+        to_create = "(isLoaded) => isLoaded ? diffserve.openTab('Create') : []"
+        for button, load, loaded in ((tab.restore, self.restore, form), (tab.edit, self.edit, edited)):
+            event = button.click(load, None, [*loaded, tab.note, tab.opens_create], **PRIVATE)
+            event.success(js=to_create, inputs=tab.opens_create, **SILENT)
 
     async def search(
         self, words: str | None, favorites: bool | None, period: str | None, request: gr.Request
@@ -90,15 +97,20 @@ class HistoryHandlers:
         """Mark the selected images as favorites, or unmark them if all are."""
         looking = self._of(request)
         ask_for_visitor(request)
-        becomes = not looking.are_favorites
+        becomes, num_gone = not looking.are_favorites, 0
         try:
             for entry, _ in looking.selected:
                 client = self._server.client
                 change = client.add_favorite if becomes else client.remove_favorite
-                looking.replace(await change(entry.id))
+                changed = await _unless_gone(change(entry.id))
+                if changed is None:
+                    looking.remove(entry)
+                    num_gone += 1
+                else:
+                    looking.replace(changed)
         except DiffserveError as error:
             return looking.draw(sentence(error))
-        return looking.draw()
+        return looking.draw(_without(num_gone))
 
     async def delete(self, request: gr.Request) -> list[Update]:
         """Delete the selected images; the first press asks for confirmation."""
@@ -141,42 +153,43 @@ class HistoryHandlers:
             file = files[0] if data is None else await asyncio.to_thread(self._server.files.write, data, "images.zip")
         except (DiffserveError, OSError) as error:
             raise gr.Error(sentence(error), print_exception=False) from None
-        return [gr.update(value=str(file)), gr.skip()]
+        trouble = _without(len(entries) - len(files))
+        return [gr.update(value=str(file)), captions.status(trouble, is_error=True) if trouble else gr.skip()]
 
     async def restore(self, request: gr.Request) -> list[Update]:
         """Load the settings of the selected image into the form."""
         looking = self._of(request)
-        nothing = [gr.skip()] * (len(FORM_FIELDS) + 6)
         if not looking.selected:
-            return [*nothing, gr.skip()]
+            return _not_loaded(_FORM_LENGTH)
         entry = looking.selected[0][0]
         try:
             models = await self._server.models()
-            data = await self._server.client.history_picture(entry.id)
+            data = await _unless_gone(self._server.client.history_picture(entry.id))
+            if data is None:
+                return _not_loaded(_FORM_LENGTH, GONE)
             form, notes = await asyncio.to_thread(settings_in, data, models)
         except DiffserveError as error:
-            return [*nothing, captions.status(sentence(error), is_error=True)]
+            return _not_loaded(_FORM_LENGTH, sentence(error))
         visitor = self._visitors.of(request.session_hash)
         visitor.begin_as(form)
         if "mask" in entry.restore.needs:
             notes = (*notes, "Its mask is not stored; draw it again.")
         caption = captions.status(captions.LOADED, notes=notes)
         listing = gr.skip() if form.uses_references else ""
-        return [*form.values, caption, *still_shown(visitor.start), listing, gr.skip()]
+        return [*form.values, caption, *still_shown(visitor.start), listing, gr.skip(), True]
 
     async def edit(self, request: gr.Request) -> list[Update]:
         """Edit the selected image, with its prompts."""
         looking = self._of(request)
-        unchanged = [gr.skip()] * 4
         try:
             path = await self._full_image(looking.selected[0][0]) if looking.selected else None
         except (DiffserveError, OSError) as error:
-            return [*shown_start(None, sentence(error)), *unchanged]
+            return _not_loaded(_EDIT_LENGTH, sentence(error))
         if path is None:
-            return [*shown_start(None, GONE), *unchanged]
+            return _not_loaded(_EDIT_LENGTH, GONE)
         self._visitors.of(request.session_hash).start = path
         caption = captions.status("Describe the change and press Generate.")
-        return [*shown_start(path), None, caption, *await asyncio.to_thread(_words_of, path)]
+        return [*shown_start(path), None, caption, *await asyncio.to_thread(_words_of, path), gr.skip(), True]
 
     def _of(self, request: gr.Request) -> Looking:
         return self._looking.setdefault(self._visitors.of(request.session_hash), Looking("", {}))
@@ -213,13 +226,25 @@ class HistoryHandlers:
         return await asyncio.to_thread(self._server.files.write, data, name)
 
 
-async def _unless_gone(picture: Awaitable[bytes]) -> bytes | None:
+async def _unless_gone(answer: Awaitable[T]) -> T | None:
+    """Return the ``answer`` of the server about an image, or None if the image no longer exists."""
     try:
-        return await picture
+        return await answer
     except DiffserveError as error:
         if error.code in ("picture_not_found", "history_not_found"):
             return None
         raise
+
+
+def _without(num_gone: int) -> str | None:
+    """Return a message that ``num_gone`` of the selected images no longer exist; None without such images."""
+    return f"{num_gone} of the selected images no longer exist{'s' if num_gone == 1 else ''}." if num_gone else None
+
+
+def _not_loaded(num_values: int, trouble: str | None = None) -> list[Update]:
+    """Return updates that leave ``num_values`` components of Create and the tab, and show ``trouble`` in History."""
+    note = captions.status(trouble, is_error=True) if trouble else gr.skip()
+    return [*[gr.skip()] * num_values, note, False]
 
 
 def _words_of(path: Path) -> tuple[Update, Update]:

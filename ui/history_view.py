@@ -27,6 +27,10 @@ SELECT: Final = "Select one or more images; Shift selects all between two."
 DELETE: Final = "Delete"
 REPORT_SELECTION: Final = """const chosen = diffserve.chosen.history = new Set();
 let last = null;
+const report = (isNew) => {
+    diffserve.selecting('history', isNew);
+    trigger('select');
+};
 const items = () => [...element.querySelectorAll('[data-id]')];
 const mark = () => items().forEach((item) => {
     item.querySelector('input').checked = chosen.has(item.dataset.id);
@@ -41,14 +45,14 @@ element.addEventListener('click', ({ target, shiftKey }) => {
     }
     last = id;
     mark();
-    trigger('select');
+    report(true);
 });
 watch('value', () => {
     const drawn = items().filter((item) => item.querySelector('input').defaultChecked).map((item) => item.dataset.id);
     const ids = items().map((item) => item.dataset.id);
     for (const id of [...chosen]) if (!ids.includes(id)) chosen.delete(id);
     mark();
-    if (drawn.length !== chosen.size || drawn.some((id) => !chosen.has(id))) trigger('select');
+    if (drawn.length !== chosen.size || drawn.some((id) => !chosen.has(id))) report(false);
 });"""
 """Keeps the selected images in ``diffserve.chosen.history``; Shift selects or unselects all between two clicks.
 
@@ -78,6 +82,7 @@ class HistoryTab(NamedTuple):
     delete: gr.Button
     slider: gr.ImageSlider
     file: gr.File
+    opens_create: gr.Checkbox
 
     @property
     def selected_outputs(self) -> list[Any]:
@@ -231,6 +236,7 @@ def lay_out() -> HistoryTab:
         grid = gr.HTML(label="Images stored by the server", elem_id="history-grid", js_on_load=REPORT_SELECTION)
         show_more = gr.Button("Show older images", size="sm", visible=False, elem_id="history-more")
         file = gr.File(visible="hidden", elem_id="history-file")
+        opens_create = gr.Checkbox(visible=False)
     return HistoryTab(
         query=query,
         search=search,
@@ -243,6 +249,7 @@ def lay_out() -> HistoryTab:
         delete=delete,
         slider=slider,
         file=file,
+        opens_create=opens_create,
         **buttons,
     )
 

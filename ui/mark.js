@@ -196,4 +196,13 @@
     if (sent.is_edit && picture) sent.mask = mask();
     return [...values.slice(0, -1), sent.is_edit || sent.references.length ? JSON.stringify(sent) : ""];
   };
+
+  // Gradio runs the events of one press of Generate in turn and reads the fields for each: the first one keeps the values.
+  const pressed = [];
+  diffserve.press = (values) => {
+    diffserve.remember(values[0]);
+    pressed.push(diffserve.withMarks(values));
+    return pressed.at(-1);
+  };
+  diffserve.pressedValues = (values) => pressed.shift() || diffserve.withMarks(values);
 })();

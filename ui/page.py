@@ -34,7 +34,7 @@ from ui.visitors import Visitors, ask_for_visitor
 STYLE: Final = Path(__file__).with_name("page.css")
 SCRIPTS: Final = tuple(
     Path(__file__).with_name(f"{name}.js")
-    for name in ("memory", "page", "keys", "drop", "palette", "mark", "lost", "screen")
+    for name in ("memory", "page", "hold", "keys", "drop", "palette", "mark", "lost", "screen")
 )
 """Scripts in the order in which they run."""
 TITLE: Final = "diffserve"

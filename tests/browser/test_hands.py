@@ -15,6 +15,7 @@ from tests.service.server import SOON_S, RunningServer, wait_for
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
+LATENCY_MS = 400
 DROP = """([data, name]) => {
     const file = new File([Uint8Array.from(atob(data), each => each.charCodeAt(0))], name, { type: 'image/png' });
     const dataTransfer = new DataTransfer();
@@ -78,6 +79,19 @@ def test_shortcuts_full_screen_and_a_dropped_image_work(
     expect(here.field("steps")).to_have_value(str(points.draft.num_steps))
     assert here.part("quality").locator("input:checked").count() == 0, "sampler and steps of the image are explicit"
     expect(here.part("aspect").locator("label.selected")).to_contain_text("Landscape")
+
+
+def test_after_typing_on_a_slow_connection_the_page_sends_nothing_more(visit: Visitor) -> None:
+    here, sent = visit(), list[str]()
+    here.page.on("request", lambda request: sent.append(request.url))
+    here.slow_down(LATENCY_MS)
+    here.field("prompt").press_sequentially("an owl", delay=LATENCY_MS / 8)
+    for _ in range(10):  # the first waits are for the last changes
+        sent.clear()
+        here.page.wait_for_timeout(4 * LATENCY_MS)
+        if not sent:
+            break
+    assert not sent
 
 
 def test_known_words_have_buttons_and_unknown_words_are_listed(visit: Visitor, screenshot: Screenshot) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from diffserve.client import Client
 from tests.browser.test_editing import expect_no_barrier
 from tests.browser.test_manners import assert_fits
 from tests.browser.visit import Screenshot, Visitor
+from tests.service.server import RunningServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -108,6 +110,90 @@ def test_a_late_response_does_not_replace_that_of_a_later_selection(visit: Visit
     here.expect_text("history-said", "2 images are selected")
     expect(here.part("history-grid").locator(".selected")).to_have_count(2)
     expect(here.part("history-grid").get_by_role("checkbox", checked=True)).to_have_count(2)
+
+
+def test_buttons_apply_to_the_marked_images_on_a_slow_connection(visit: Visitor) -> None:
+    here = visit()
+    here.set_advanced(steps=1, seed=50)
+    here.write("count", 3)
+    here.write("prompt", "a parrot on a blue background")
+    here.paint()
+    expect(here.gallery()).to_have_count(3)
+    here.slow_down(LATE_MS)
+    batch = here.part("batch").locator(".thumbnail-item")
+    images = here.part("gallery").locator(".thumbnail-item")
+    batch.nth(1).click()
+    here.press("reuse-seed")
+    expect(here.field("seed")).to_have_value("51")
+    images.nth(0).click()
+    assert "-52." in here.download("download").suggested_filename
+    images.nth(1).click()
+    images.nth(2).click()
+    here.press("delete")
+    expect(here.part("delete")).to_contain_text("permanently?")
+    here.expect_caption("seed 50")
+    images.nth(1).click()
+    here.press("reuse-seed")
+    images.nth(2).click()  # before the button could be applied: it meant another image
+    here.expect_caption("seed 50")
+    here.page.wait_for_timeout(2 * LATE_MS)
+    expect(here.field("seed")).to_have_value("51")
+    here.page.evaluate("diffserve.selecting('gallery')")  # an event that gradio does not send
+    here.press("reuse-seed")
+    expect(here.field("seed")).to_have_value("50")
+
+    here.page.get_by_role("tab", name="History").click()
+    here.write("history-words", "parrot blue")
+    here.press("history-go")
+    boxes = here.part("history-grid").locator("label")
+    expect(boxes).to_have_count(3)
+    boxes.first.click()
+    here.expect_text("history-said", "seed 52")
+    boxes.nth(1).click()
+    here.press("history-favorite")
+    expect(here.part("history-grid").locator(".star")).to_have_count(2)
+    boxes.nth(1).click()
+    boxes.first.click()
+    boxes.nth(2).click()
+    here.press("history-restore")
+    expect(here.field("seed")).to_have_value("50")
+
+
+def test_images_that_were_deleted_elsewhere_are_named(
+    visit: Visitor, page_server: RunningServer, tmp_path: Path
+) -> None:
+    here = visit()
+    here.set_advanced(steps=1, seed=60)
+    here.write("count", 4)
+    here.write("prompt", "a bicycle on a green background")
+    here.paint()
+    here.page.get_by_role("tab", name="History").click()
+    here.write("history-words", "bicycle green")
+    here.press("history-go")
+    boxes = here.part("history-grid").locator("label")
+    expect(boxes).to_have_count(4)
+    with Client(page_server.url) as client:
+        for entry in client.history(q="bicycle green").data[:2]:
+            client.forget(entry.id)
+    boxes.first.click()
+    here.expect_text("history-said", "seed 63")
+    for name in ("restore", "edit"):
+        here.press(f"history-{name}")
+        here.expect_text("history-said", "no longer exists; search again")
+        boxes.first.click()
+        boxes.first.click()
+        here.expect_text("history-said", "seed 63")
+    boxes.nth(3).click(modifiers=["Shift"])
+    here.expect_text("history-said", "4 images are selected")
+    with zipfile.ZipFile(here.save("history-download", tmp_path)) as packed:
+        assert len(packed.namelist()) == 2
+    here.expect_text("history-said", "2 of the selected images no longer exist")
+    boxes.first.click()
+    here.expect_text("history-said", "3 images are selected")
+    here.press("history-favorite")
+    here.expect_text("history-said", "1 of the selected images no longer exists")
+    expect(here.part("history-grid").locator(".star")).to_have_count(2)
+    expect(boxes).to_have_count(3)
 
 
 def test_several_images_are_compared_marked_downloaded_and_found_again(

@@ -20,6 +20,7 @@ from tests.service.server import START_S, RunningServer, running_server, wait_fo
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 LONG = 1000
+LATENCY_MS = 400
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,18 @@ def test_requests_sent_while_one_is_painted_wait_as_jobs(
     press(here, "Cancel a dog")
     expect(items(here)).to_have_count(1)
     here.expect_caption("1 more queued")
+    press(here, "Clear the queue")
+    expect(items(here)).to_have_count(0)
+    here.slow_down(LATENCY_MS)
+    prompt, wishes = here.field("prompt"), ["two apples", "three owls"]
+    for wish in wishes:
+        prompt.fill(wish)
+        prompt.press("Enter")
+        here.page.wait_for_timeout(LATENCY_MS / 2)
+    expect(items(here)).to_have_count(2)
+    expect(items(here)).to_contain_text(wishes)
+    prompt.press("ArrowUp")
+    expect(prompt).to_have_value("two apples")
     press(here, "Clear the queue")
     expect(items(here)).to_have_count(0)
     here.press("stop")

@@ -260,6 +260,8 @@ def test_only_changes_are_sent_but_a_new_image_brings_its_texts_and_buttons() ->
     assert sent(picture="a", parameters="", caption="step 1") == {"picture": "a", "parameters": "", "caption": "step 1"}
     assert sent(picture="a", parameters="", caption="step 2") == {"caption": "step 2"}
     assert sent(picture="b", parameters="", caption="step 2") == {"picture": "b", "parameters": ""}
+    sent(gallery={"value": "a", "__type__": "update"})["gallery"].clear()  # gradio changes what it gets
+    assert sent(gallery={"value": "a", "__type__": "update"}) == {}
 
 
 def test_a_click_before_the_models_are_loaded_waits_for_them(

@@ -42,8 +42,13 @@ def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message(
         for ids in (["x", None, 3], "x", 3, None):
             assert (await history.choose(ids, here))[1] == gr.update(visible=False)
         assert (await history.delete(here))[-1] == gr.update(value="Delete")
-        assert all(value == gr.skip() for value in await history.restore(here))
-        assert "no longer exists" in (await history.edit(here))[3]
+        *unchanged, opens_create = await history.restore(here)
+        assert all(value == gr.skip() for value in unchanged)
+        assert opens_create is False
+        *unchanged, note, opens_create = await history.edit(here)
+        assert all(value == gr.skip() for value in unchanged)
+        assert "no longer exists" in note
+        assert opens_create is False
         assert "no longer exists" in (await history.compare(here))[1]
         with pytest.raises(gr.Error, match="no longer exists"):
             await history.download(here)

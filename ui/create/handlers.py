@@ -34,7 +34,7 @@ from ui.create.rewriting import shown as shown_rewrite
 from ui.create.settings import Fields
 from ui.create.start import PageMarks, read_marks, start_of, still_shown
 from ui.create.view import Screen, Update, follow, remaining, resume, shown
-from ui.events import PRIVATE, SILENT, called_with, on_report
+from ui.events import PRIVATE, SILENT, called_with, on_selection
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
@@ -66,24 +66,32 @@ class CreateHandlers:
         sent: dict[str, Any] = {
             "triggers": [showing.generate.click, fields.prompt.submit],
             "inputs": [*fields.all, settings.start.marks],
-            "js": "(...values) => diffserve.withMarks(values)",
+            "trigger_mode": "multiple",
         }
-        checked = gr.on(fn=self.check, outputs=settings.invalid, preprocess=False, **sent, **PRIVATE)
+        checked = gr.on(
+            fn=self.check,
+            outputs=settings.invalid,
+            preprocess=False,
+            js="(...values) => diffserve.press(values)",
+            **PRIVATE,
+            **sent,
+        )
         checked.success(js="(checked) => diffserve.showInvalid(checked)", inputs=settings.invalid, **SILENT)
         gr.on(
             fn=self.generate,
+            js="(...values) => diffserve.pressedValues(values)",
             **sent,
             outputs=list(showing),
             api_name="generate",
             show_progress="hidden",
-            trigger_mode="multiple",
             concurrency_limit=None,
             validator=self.validate,
         )
         showing.stop.click(self.stop, **PRIVATE)
         self.queue.connect(tab)
         for thumbnails, show in ((showing.gallery, self.look_back), (showing.batch, self.look_closer)):
-            on_report([thumbnails.select], show, f"diffserve.selected({thumbnails.elem_id!r})", list(showing))
+            name = str(thumbnails.elem_id)
+            on_selection(thumbnails.select, show, name, f"diffserve.selected({name!r})", list(showing))
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength"))]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, [*varied, settings.groups], **PRIVATE)
         showing.vary.click(
@@ -100,12 +108,6 @@ class CreateHandlers:
         showing.favorite.click(self.favorite, js="(shown) => [shown]", **shown)
         showing.delete.click(self.delete, js="(shown) => [shown]", **shown)
         settings.random_seed.click(fn=None, js="() => ['', '', null]", outputs=varied, api_visibility="private")
-        gr.on(
-            [showing.generate.click, fields.prompt.submit],
-            js="(prompt) => diffserve.remember(prompt)",
-            inputs=fields.prompt,
-            **SILENT,
-        )
         _agree(fields)
         showing.copy_parameters.click(
             fn=None, js="(text) => { diffserveCopy(text); return []; }", inputs=showing.parameters

@@ -14,7 +14,7 @@ from diffserve.client import World
 from diffserve.models.loras import read_list, read_tags
 from diffserve.models.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
-from ui.events import LATEST
+from ui.events import LATEST, SILENT
 from ui.server import Server
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
@@ -68,13 +68,9 @@ def connect(
         words = unknown_in(prompt or "", world, loras or "") if mode != "Auto" else ()
         return warning_of(words), gr.update(visible=bool(words) and models.language is not None)
 
-    gr.on(
-        [prompt.change, loras.change, rewrite_mode.change, model.change],
-        look,
-        [prompt, loras, rewrite_mode, model],
-        [palette.unknown, palette.rewrite],
-        **LATEST,
-    )
+    fields: list[Any] = [prompt, loras, rewrite_mode, model]
+    changed = gr.on([field.change for field in fields], js="() => []", **SILENT)
+    changed.then(look, fields, [palette.unknown, palette.rewrite], **LATEST)
 
 
 def shown(world: World | None) -> tuple[Update, Update]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +28,9 @@ OF_PICTURE: Final = frozenset({"picture", "batch", "painted_from", "parameters",
 OF_RUNNING: Final = frozenset({"generate", "stop"})
 """Components that are always sent, because gradio drops updates of a component that is not built yet."""
 
+NONE_SELECTED: Final = math.nan
+"""Index of a gallery without a selection: gradio leaves None out of updates, but sends NaN as null."""
+
 Update = Any  # a value of a component, or what gr.update gives
 
 
@@ -45,7 +50,7 @@ class Screen:
         new |= values.keys() & OF_RUNNING
         if "picture" in new:
             new |= values.keys() & OF_PICTURE
-        self._sent |= values
+        self._sent |= copy.deepcopy(values)  # gradio changes the updates that it gets
         return [values[name] if name in new else gr.skip() for name in PARTS]
 
 
@@ -170,5 +175,6 @@ def _buttons(is_busy: bool) -> dict[str, Update]:
 
 
 def _gallery(visitor: Visitor) -> Update:
+    """Return the update of the gallery; none of its images is marked, because new ones move the others."""
     pictures = [(str(picture.path), picture.label) for picture in visitor.pictures]
-    return gr.update(value=pictures, visible=bool(pictures))
+    return gr.update(value=pictures, visible=bool(pictures), selected_index=NONE_SELECTED)
