@@ -51,8 +51,8 @@ class HistoryHandlers:
         search_events += [tab.favorites.change, tab.period.change]
         gr.on(search_events, self.search, [tab.query, tab.favorites, tab.period], tab.outputs, **LATEST)
         tab.show_more.click(self.show_more, None, tab.outputs, **PRIVATE)
-        chosen = "[...diffserve.chosen.history]"
-        on_selection(tab.grid.select, self.choose, "history", chosen, tab.selected_outputs)
+        ids = "[...diffserve.chosen.history]"
+        on_selection(tab.grid.select, self.choose, "history", ids, tab.selected_outputs)
         tab.favorite.click(self.favorite, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         tab.compare.click(self.compare, None, [tab.slider, tab.note], **PRIVATE)

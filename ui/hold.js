@@ -47,7 +47,7 @@
   };
 
   document.addEventListener("click", (event) => {
-    const list = event.target.closest?.(".thumbnail-item")?.closest("#gallery, #batch");
+    const item = event.target.closest?.(".thumbnail-item:not(.selected)"), list = item?.closest("#gallery, #batch");
     if (list) return diffserve.selecting(list.id);
     const button = event.target.closest?.("a, button");
     if (!button?.closest(ROWS) || isKnown()) return;

@@ -108,12 +108,12 @@ def _limited(work: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Run psycopg's generator ``work``, which gets a false value while nothing arrives. Raises TimeoutError."""
     end_s = time.monotonic() + ANSWER_S
     try:
-        wanted = next(work)
+        io_state = next(work)
         while True:
-            ready = yield wanted
+            ready = yield io_state
             if not ready and time.monotonic() > end_s:
                 raise TimeoutError
-            wanted = work.send(ready)
+            io_state = work.send(ready)
     except StopIteration as end:
         return end.value
 

@@ -61,13 +61,13 @@ def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message(
 
 
 def test_a_selection_survives_a_search_that_finds_it(tmp_path: Path) -> None:
-    before, found, partly, gone = (Looking(words, {}) for words in ("fox", "fox", "owl", "fox"))
+    before, same, narrower, gone = (Looking(words, {}) for words in ("fox", "fox", "owl", "fox"))
     before.found = [(entry(), tmp_path), (entry(id="other"), tmp_path)]
     before.choose(["h", "other"])
     before.is_asking = True
-    found.found = [(entry(id="newer"), tmp_path), *before.found]
-    partly.found = before.found[:1]
-    for looking, ids, is_asking in ((found, ["h", "other"], True), (partly, ["h"], False), (gone, [], False)):
+    same.found = [(entry(id="newer"), tmp_path), *before.found]
+    narrower.found = before.found[:1]
+    for looking, ids, is_asking in ((same, ["h", "other"], True), (narrower, ["h"], False), (gone, [], False)):
         looking.keep_choice(before)
         assert ([each.id for each, _ in looking.selected], looking.is_asking) == (ids, is_asking)
 
