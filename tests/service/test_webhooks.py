@@ -47,9 +47,9 @@ plain = outgoing.OutgoingClient.__init__
 def connect(address, _, **options):
     assert address == "{public}", address
     return asyncio.open_connection("127.0.0.1", port, **options)
-def prepared(self, hosts):
+def prepared(self, hosts, **options):
     context = ssl.create_default_context(cafile=root)
-    plain(self, hosts, resolve=lambda *_: ["{public}"], connect=connect, context=context)
+    plain(self, hosts, **options, resolve=lambda *_: ["{public}"], connect=connect, context=context)
 outgoing.OutgoingClient.__init__ = prepared
 deliveries.DELAYS_S = (0.5,) * 9
 deliveries.PAUSE_S = 0.1
