@@ -77,7 +77,7 @@ class CreateHandlers:
             **sent,
         )
         checked.success(js="(checked) => diffserve.showInvalid(checked)", inputs=settings.invalid, **SILENT)
-        gr.on(
+        generated = gr.on(
             fn=self.generate,
             js="(...values) => diffserve.pressedValues(values)",
             **sent,
@@ -87,6 +87,7 @@ class CreateHandlers:
             concurrency_limit=None,
             validator=self.validate,
         )
+        generated.then(self.queue.look, None, list(showing), **PRIVATE)
         showing.stop.click(self.stop, **PRIVATE)
         self.queue.connect(tab)
         for thumbnails, show in ((showing.gallery, self.look_back), (showing.batch, self.look_closer)):

@@ -20,7 +20,7 @@ from ui import captions
 from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture, finished_picture
 from ui.create.parameters import CheckedForm, StartFile
-from ui.create.view import Screen, Update, shown_with_facts
+from ui.create.view import Screen, Update, gallery, shown_with_facts
 from ui.events import MAX_PRESSES, on_report
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
@@ -81,9 +81,14 @@ class Queue:
         return True
 
     async def look(self, request: gr.Request) -> list[Update]:
-        """Show the current state of the jobs, and the images of the finished jobs of this tab."""
+        """Show the current state of the jobs, and the images of this tab with those of finished jobs.
+
+        The last update of a request that was generated meanwhile may have replaced a newer gallery.
+        """
         ask_for_visitor(request)
-        return Screen().draw(**await self.shown(self._visitors.of(request.session_hash)))
+        visitor = self._visitors.of(request.session_hash)
+        values = await self.shown(visitor)
+        return Screen().draw(**values | {"gallery": gallery(visitor)})
 
     async def act(self, presses: Any, request: gr.Request) -> list[Update]:
         """Run the actions of the buttons that were pressed since the last request, and show the list."""

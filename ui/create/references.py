@@ -85,10 +85,13 @@ class ReferenceHandlers:
         on_report([panel.listing.click], self.remove, "diffserve.pressed.references.splice(0)", outputs, [model])
         model.change(self.show, model, panel.listing, **PRIVATE)
 
-    async def show(self, model: str | None, request: gr.Request) -> str:
-        """Return the reference images of this visitor as HTML."""
+    async def show(self, model: str | None, request: gr.Request) -> Update:
+        """Return the reference images of this visitor as HTML; nothing changes without any.
+
+        While a page opens, the visitor may not be known yet.
+        """
         files = self._visitors.of(request.session_hash).references.files
-        return listing(files, await self._adapters(model)) if files else ""
+        return listing(files, await self._adapters(model)) if files else gr.skip()
 
     async def upload(self, file: str | None, model: str | None, request: gr.Request) -> list[Update]:
         """Add the upload ``file``, which is deleted."""
@@ -126,7 +129,7 @@ class ReferenceHandlers:
         references = self._visitors.of(request.session_hash).references
         for name in ids if isinstance(ids, list) else ():
             references.remove(name)
-        return [await self.show(model, request), ""]
+        return [await self.show(model, request) if references.files else "", ""]
 
     async def _add(self, data: bytes, name: str, model: str | None, request: gr.Request) -> list[Update]:
         """Add the image file ``data``. Raises DiffserveError or OSError if that is not possible."""

@@ -122,7 +122,7 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
         return {}
     parts = {
         "caption": captions.caption_of(painting, len(paintings) - 1 + len(visitor.expected), visitor.trouble),
-        "gallery": _gallery(visitor),
+        "gallery": gallery(visitor),
         **_buttons(is_busy=True),
     }
     if painting.preview is not None:
@@ -136,7 +136,7 @@ def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     shows_older = not painting.pictures and bool(visitor.pictures)
     parts = {
         "caption": captions.caption_of(painting, trouble=visitor.trouble, shows_older=shows_older),
-        "gallery": _gallery(visitor),
+        "gallery": gallery(visitor),
         **_buttons(visitor.is_busy),
     }
     if painting.pictures:
@@ -150,10 +150,10 @@ def remaining(visitor: Visitor) -> dict[str, Update]:
     """Return the values after an image was deleted: the rest of its request, or else the newest image."""
     if visitor.batch:
         values = shown_together(visitor, visitor.batch)
-        return values | {"gallery": _gallery(visitor), "caption": captions.picture_caption(visitor.batch[0])}
+        return values | {"gallery": gallery(visitor), "caption": captions.picture_caption(visitor.batch[0])}
     if visitor.pictures:
         return shown_newest(visitor) | {"caption": captions.picture_caption(visitor.pictures[0])}
-    return shown_unfinished(None) | {"gallery": _gallery(visitor), "caption": captions.status(captions.READY)}
+    return shown_unfinished(None) | {"gallery": gallery(visitor), "caption": captions.status(captions.READY)}
 
 
 def shown_with_facts(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dict[str, Update]:
@@ -162,19 +162,19 @@ def shown_with_facts(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> d
         caption = captions.status(captions.batch_facts(pictures), notes=pictures[-1].warnings)
     else:
         caption = captions.picture_caption(pictures[0])
-    return shown_together(visitor, pictures) | {"caption": caption, "gallery": _gallery(visitor)}
+    return shown_together(visitor, pictures) | {"caption": caption, "gallery": gallery(visitor)}
 
 
 def shown_newest(visitor: Visitor) -> dict[str, Update]:
     """Return the values that show the newest image alone."""
-    return shown(visitor.pictures[0]) | {"gallery": _gallery(visitor)}
+    return shown(visitor.pictures[0]) | {"gallery": gallery(visitor)}
 
 
 def _buttons(is_busy: bool) -> dict[str, Update]:
     return {"generate": shown_if(not is_busy), "stop": shown_if(is_busy)}
 
 
-def _gallery(visitor: Visitor) -> Update:
+def gallery(visitor: Visitor) -> Update:
     """Return the update of the gallery; none of its images is marked, because new ones move the others."""
     pictures = [(str(picture.path), picture.label) for picture in visitor.pictures]
     return gr.update(value=pictures, visible=bool(pictures), selected_index=NONE_SELECTED)
